@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import socket
 import threading
@@ -149,9 +150,11 @@ USAGE = event({"choices": [], "usage": {"completion_tokens": 12}})
 
 
 class Troubled:
-    """An endpoint that does what the document says. `num_asked`: how often; `authorization`: the newest."""
+    """An endpoint that does what the document says. `num_asked`: how often; `authorization`, `body`: the newest."""
 
     def __init__(self) -> None:
+        self.num_running = 1
+        self.body: dict[str, Any] = {}
         self.num_asked: dict[str, int] = {}
         self.authorization: str | None = None
         self.released = threading.Event()
@@ -166,10 +169,11 @@ class Troubled:
 
     async def status(self) -> dict[str, Any]:
         self._count("status")
-        return {"models": [status_of(name, plan) for name, plan in PLANS.items()]}
+        return {"models": [status_of(name, plan) | {"num_running": self.num_running} for name, plan in PLANS.items()]}
 
     async def chat(self, request: Request) -> Response:
-        asked = (await request.json())["messages"][0]["content"].split()[-1]
+        self.body = await request.json()
+        asked = self.body["messages"][0]["content"].split()[-1]
         self._count(asked)
         self.authorization = request.headers.get("authorization")
         if asked in REFUSALS and self.num_asked[asked] % 2:
@@ -189,6 +193,28 @@ class Troubled:
             await asyncio.sleep(0.01)
         yield event(chunk(MARKDOWN))
         yield event({"choices": [], "usage": {"completion_tokens": 40}})
+        yield event("[DONE]")
+
+    async def compared(self) -> AsyncIterator[bytes]:
+        """Without drafts a third as fast."""
+        for word in ("one ", "two ", "three"):
+            yield event(chunk(word))
+            await asyncio.sleep(0.2 if self.body["use_drafts"] else 0.6)
+        yield USAGE
+        yield event("[DONE]")
+
+    async def changed(self) -> AsyncIterator[bytes]:
+        for word in ("one ", "two" if self.body["use_drafts"] else "three"):
+            yield event(chunk(word))
+            await asyncio.sleep(0.1)
+        yield USAGE
+        yield event("[DONE]")
+
+    async def endless(self) -> AsyncIterator[bytes]:
+        for number in range(2 if self.body["use_drafts"] else 10**6):
+            yield event(chunk(f"{number} "))
+            await asyncio.sleep(0.1)
+        yield USAGE
         yield event("[DONE]")
 
     async def bytewise(self) -> AsyncIterator[bytes]:
@@ -376,6 +402,56 @@ def test_files_are_summarized_one_after_the_other_and_stay(troubled: Troubled, p
     assert all(" 400 " in error for error in page.console_errors())
 
 
+@pytest.mark.parametrize("num_running", [1, 2])
+def test_a_summary_is_compared_with_plain_decoding(troubled: Troubled, page: Page, num_running: int) -> None:
+    troubled.num_running = num_running
+    assert page.find("#compare:disabled")
+    page.ask("compared")
+    page.wait_until_done()
+    request = troubled.body
+    page.driver.find_element(By.ID, "compare").send_keys("\n")
+    page.until(lambda: page.text("comparison") == "Decoding the same request without drafts …")
+    assert page.driver.find_element(By.ID, "compared").is_displayed()
+    page.until(lambda: "plain decoding (" in page.text("comparison"))
+    assert (request["use_drafts"], troubled.body) == (True, request | {"use_drafts": False})
+    speed_up, said = page.text("comparison").split("x", 1)
+    assert 2 < float(speed_up) < 4
+    busy = " Other requests ran at the same time: a busy endpoint has other speeds." if num_running > 1 else ""
+    assert re.sub(r"\d+\.\d", "N", said) == f" faster than plain decoding (N and N tokens/s), same text.{busy}"
+    assert page.text("speed-up") == f"{speed_up}x"
+    assert page.text("speed-up-of") == "over plain decoding, measured with the last comparison"
+    assert page.driver.switch_to.active_element.get_attribute("id") == "compare"
+    assert not page.driver.find_element(By.ID, "compared").is_displayed()
+    assert page.text("summary") == "one two three"
+    troubled.num_running = 1
+    page.ask("changed")
+    page.wait_until_done()
+    assert page.text("comparison") == ""
+    page.click("compare")
+    page.until(lambda: "but the texts differ. In 16 bits, " in page.text("comparison"))
+    page.find("#documents button")[0].click()
+    assert page.text("comparison").split("x", 1) == [speed_up, said]
+    page.ask("changed")
+    page.wait_until_done()
+    page.click("compare")
+    page.until(lambda: page.text("comparison").endswith(" Drafts could copy from the earlier summary of this text."))
+    assert page.console_errors() == []
+
+
+@pytest.mark.usefixtures("troubled")
+@pytest.mark.parametrize("button", ["stop", "compare"])
+def test_a_comparison_can_be_stopped(page: Page, button: str) -> None:
+    page.ask("endless")
+    page.wait_until_done()
+    page.click("compare")
+    page.until(lambda: page.text("compare") == "Stop comparing")
+    page.click(button)
+    page.until(lambda: page.text("comparison") == "Comparison stopped.")
+    assert page.text("compare") == "Compare with plain decoding"
+    assert page.find("#start:enabled")
+    assert page.text("summary") == "0 1 "
+
+
 @pytest.mark.usefixtures("troubled")
 def test_on_a_phone_the_summary_comes_into_view_and_nothing_is_wider(page: Page) -> None:
     metrics = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
@@ -413,3 +489,6 @@ def test_a_summary_streams_in(demo_endpoint: EndpointProcess, llm: LLM, page: Pa
     page.until(shows_the_plan)
     assert len(page.find("#skip-map i")) == now["num_sublayers"]
     page.until(lambda: page.text("gate").lower() == demo_endpoint.status()[0]["gate_reason"].lower())
+    page.click("compare")
+    page.until(lambda: " plain decoding (" in page.text("comparison"))
+    assert page.text("comparison").endswith(" tokens/s), same text.")

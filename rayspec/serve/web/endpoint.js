@@ -38,12 +38,14 @@ export class Endpoint {
   }
 
   /** Chunks of the answer as they come: {text, finishReason, numTokens}, each null where there is nothing new. */
-  async *complete({ model, prompt, maxTokens, temperature }, signal) {
+  async *complete({ model, prompt, maxTokens, temperature, seed, useDrafts }, signal) {
     const body = {
       model,
       messages: [{ role: "user", content: prompt }],
       max_tokens: maxTokens,
       temperature,
+      seed,
+      use_drafts: useDrafts,
       stream: true,
       stream_options: { include_usage: true },
     };

@@ -5,6 +5,8 @@ import { describePlan, drawSkipMap } from "./skip-map.js";
 const POLL_MS = 1000;
 const RETRY_MS = 5000;
 const NOTHING = "–";
+const OF_ALL = "over plain decoding, since the start; known after some rounds without drafts, or by a comparison";
+const OF_ONE = "over plain decoding, measured with the last comparison";
 const ONE_DIGIT = new Intl.NumberFormat("en", { maximumFractionDigits: 1, minimumFractionDigits: 1 });
 const TWO_DIGITS = new Intl.NumberFormat("en", { maximumFractionDigits: 2, minimumFractionDigits: 2 });
 const PERCENT = new Intl.NumberFormat("en", { style: "percent" });
@@ -17,6 +19,8 @@ export class LivePanel {
   #asking = new AbortController();
   #drawn = "";
   state = null; // the newest of the chosen model
+  mostRunning = 0; // sequences of the chosen model at once, since the page set it to 0
+  #measured = null; // {model, speedUp} of the last comparison
 
   /** `model` is asked for the id of the model to show. */
   constructor(endpoint, model) {
@@ -40,8 +44,10 @@ export class LivePanel {
   async #ask(signal) {
     try {
       const states = await this.#endpoint.status(signal);
-      const state = states.find(({ model }) => model === this.#model());
-      if (state !== undefined) this.#show(state);
+      const replicas = states.filter(({ model }) => model === this.#model());
+      const numRunning = replicas.reduce((sum, { num_running: count }) => sum + count, 0);
+      this.mostRunning = Math.max(this.mostRunning, numRunning);
+      if (replicas.length > 0) this.#show(replicas[0]);
       setText("live-note", "");
       return POLL_MS;
     } catch (error) {
@@ -50,6 +56,19 @@ export class LivePanel {
       setText("load", "");
       return error.status === 401 ? null : RETRY_MS;
     }
+  }
+
+  /** From now on shows the speed-up of a comparison, which is measured, for the endpoint's estimate. */
+  showMeasured(model, speedUp) {
+    this.#measured = { model, speedUp };
+    if (this.state?.model === model) this.#showSpeedUp();
+  }
+
+  #showSpeedUp() {
+    const measured = this.#measured?.model === this.state.model ? this.#measured.speedUp : null;
+    const speedUp = measured ?? this.state.speed_up;
+    setText("speed-up", typeof speedUp === "number" ? `${ONE_DIGIT.format(speedUp)}x` : NOTHING);
+    setText("speed-up-of", measured === null ? OF_ALL : OF_ONE);
   }
 
   #show(state) {
@@ -63,7 +82,7 @@ export class LivePanel {
     ]) {
       if (isOther || format(style, rate) !== NOTHING) setText(id, format(style, rate));
     }
-    setText("speed-up", typeof state.speed_up === "number" ? `${ONE_DIGIT.format(state.speed_up)}x` : NOTHING);
+    this.#showSpeedUp();
     setText("plan", describePlan(state.plan));
     setText("gate", state.gate_reason ? state.gate_reason[0].toUpperCase() + state.gate_reason.slice(1) : "");
     setText("version", state.version ? `rayspec ${state.version}` : "");

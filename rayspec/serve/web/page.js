@@ -11,15 +11,18 @@ const WHY_RETRY = { 429: "the endpoint is full", 503: "the model is starting" };
 const TEXT_FILE = /\.(txt|md|markdown)$/i;
 const MAX_FILE_BYTES = 4 << 20;
 const STATES_TO_REPEAT = [400, 413, 422]; // the document is at fault: the next may do
+const NOTHING_YET = { summary: "", numChunks: 0, outcome: "", error: "", comparison: "" };
 
 const form = byId("form");
 const model = byId("model");
 const summary = byId("summary");
 const endpoint = new Endpoint();
 const live = new LivePanel(endpoint, () => model.value);
-const documents = []; // of this session: {name, text, state, summary, numChunks, outcome, error, figures}
+// Of this session: {name, text, request, state, summary, numChunks, outcome, error, figures, comparison}
+const documents = [];
 let shown = null; // the document whose summary is shown
-let running = null; // the AbortController of the summary under way
+let running = null; // the AbortController of the summary or the comparison under way
+let comparing = null; // the document whose request runs again without drafts
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -40,6 +43,7 @@ for (const kind of ["dragover", "dragleave", "drop"]) {
 }
 byId("copy").addEventListener("click", copy);
 byId("download").addEventListener("click", download);
+byId("compare").addEventListener("click", () => (comparing === null ? compare() : running.abort()));
 byId("stop").addEventListener("click", () => running?.abort());
 byId("sample").addEventListener("click", fillInSample);
 byId("document").addEventListener("input", showSize);
@@ -95,7 +99,7 @@ async function addFiles(files) {
 }
 
 function addDocument(name, text) {
-  documents.push({ name, text, state: "waiting", summary: "", numChunks: 0, outcome: "", error: "", figures: {} });
+  documents.push({ name, text, state: "waiting", ...NOTHING_YET, figures: {} });
   showDocuments();
 }
 
@@ -122,7 +126,7 @@ async function summarizeAll() {
 
 /** Whether the next document may follow. */
 async function summarize(one) {
-  Object.assign(one, { state: "running", summary: "", numChunks: 0, error: "", outcome: "working …", figures: {} });
+  Object.assign(one, NOTHING_YET, { state: "running", request: requestOf(one.text), outcome: "working …", figures: {} });
   show(one);
   let error = null;
   try {
@@ -161,12 +165,14 @@ async function streamOnce(one, signal) {
   let wasCut = false;
   const timer = setInterval(() => showWaiting(secondsSince(began)), 200);
   try {
-    for await (const chunk of endpoint.complete(requestOf(one.text), signal)) {
+    for await (const chunk of endpoint.complete(one.request, signal)) {
       if (chunk.text !== null) {
         if (one.numChunks === 0) {
           one.figures.firstS = secondsSince(began);
           clearInterval(timer);
           showWaiting(null);
+          live.mostRunning = 0;
+          live.refresh();
         }
         append(one, chunk.text);
       }
@@ -179,8 +185,62 @@ async function streamOnce(one, signal) {
   }
   const seconds = secondsSince(began);
   if (numTokens > 1) one.figures.rate = (numTokens - 1) / (seconds - one.figures.firstS);
+  one.figures.wasBusy = live.mostRunning > 1;
   const count = numTokens === null ? "" : `${numTokens} tokens in ${seconds.toFixed(1)} s`;
   one.outcome = wasCut ? `${count}, cut at max tokens` : count;
+}
+
+/** Runs the request of the shown summary again without drafts, and says how much slower that was. */
+async function compare() {
+  const one = shown;
+  const plain = { ...NOTHING_YET, request: { ...one.request, useDrafts: false }, figures: {} };
+  comparing = one;
+  running = new AbortController();
+  one.comparison = "Decoding the same request without drafts …";
+  showRunning(true);
+  const timer = setInterval(() => showProgress(plain.summary.length / one.summary.length), 200);
+  try {
+    await stream(plain, running.signal);
+    if (plain.figures.rate !== undefined) one.figures.speedUp = one.figures.rate / plain.figures.rate;
+    one.comparison = comparisonOf(one, plain);
+    if (documents.slice(0, documents.indexOf(one)).some(({ request }) => request?.prompt === one.request.prompt)) {
+      one.comparison += " Drafts could copy from the earlier summary of this text.";
+    }
+  } catch (error) {
+    one.comparison = error.name === "AbortError" ? "Comparison stopped." : `The comparison failed: ${messageOf(error)}`;
+  }
+  clearInterval(timer);
+  comparing = running = null;
+  showRunning(false);
+  if (shown === one) showFigures(one);
+  live.refresh();
+}
+
+function comparisonOf({ summary: text, figures }, { summary: plainText, figures: plainFigures }) {
+  if (plainFigures.rate === undefined) return "The texts differ: without drafts, the model wrote at most one token.";
+  const times = figures.speedUp;
+  const factor = `${times.toFixed(1)}x`;
+  const speed = times >= 1.05 ? `${factor} faster than` : times > 0.95 ? "As fast as" : `${factor} as fast as`;
+  const rates = `(${figures.rate.toFixed(1)} and ${plainFigures.rate.toFixed(1)} tokens/s)`;
+  const isSame = text === plainText;
+  const why = isSame ? "" : " In 16 bits, or with rejection sampling, drafts can change a text.";
+  const busy = figures.wasBusy || plainFigures.wasBusy ? " Other requests ran at the same time: a busy endpoint has other speeds." : "";
+  return `${speed} plain decoding ${rates}, ${isSame ? "same text" : "but the texts differ"}.${why}${busy}`;
+}
+
+/** Offers a comparison where the speed of the summary is known, and says how it went. */
+function showComparison() {
+  const isKnown = shown?.state === "done" && shown.figures.rate !== undefined && shown.numChunks > 1;
+  byId("compare").textContent = comparing === null ? "Compare with plain decoding" : "Stop comparing";
+  byId("compare").disabled = comparing === null ? running !== null || !isKnown : comparing !== shown;
+  byId("comparison").textContent = shown?.comparison ?? "";
+  showProgress(0);
+}
+
+/** The share of the compared summary that has come without drafts. */
+function showProgress(share) {
+  byId("compared").hidden = comparing === null || comparing !== shown;
+  byId("compared").value = Math.min(share, 1);
 }
 
 function requestOf(text) {
@@ -190,6 +250,8 @@ function requestOf(text) {
     prompt: instruction === "" ? text : `${instruction}\n\n${text}`,
     maxTokens: byId("max-tokens").valueAsNumber,
     temperature: byId("temperature").valueAsNumber,
+    seed: Math.floor(Math.random() * 2 ** 32), // a comparison has the same
+    useDrafts: true,
   };
 }
 
@@ -214,13 +276,15 @@ function show(one) {
   showOutcome(one.outcome);
   showError(one.error);
   if (one.state !== "running") showFigures(one);
+  showComparison();
   showDocuments();
 }
 
 /** The last figures stay until there are new ones. */
-function showFigures({ figures }) {
+function showFigures({ figures, request }) {
   if (figures.firstS !== undefined) byId("first-token").textContent = `${figures.firstS.toFixed(2)} s`;
   if (figures.rate !== undefined) byId("own-rate").textContent = figures.rate.toFixed(1);
+  if (figures.speedUp !== undefined) live.showMeasured(request.model, figures.speedUp);
 }
 
 /** How long the running document has waited for its first token, and how many requests wait; null: no longer. */
@@ -298,8 +362,10 @@ function showRunning(isRunning) {
   byId(now).disabled = false;
   byId(instead).disabled = true;
   if (hadFocus) byId(now).focus(); // a disabled button cannot keep it
-  summary.setAttribute("aria-busy", String(isRunning));
-  document.body.classList.toggle("running", isRunning);
+  const isWriting = isRunning && comparing === null;
+  summary.setAttribute("aria-busy", String(isWriting));
+  document.body.classList.toggle("running", isWriting);
+  showComparison();
 }
 
 function showOutcome(text) {
