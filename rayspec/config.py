@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict, get_args
@@ -255,6 +256,14 @@ class SamplingParams(Options):
     def _none_is_empty(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         empty: Any = {} if info.field_name == "logit_bias" else ()
         return empty if value is None else value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _tokens_in_digits(cls, bias: Any) -> Any:
+        for token in bias if isinstance(bias, Mapping) else ():
+            if isinstance(token, str) and not re.fullmatch("-?(0|[1-9][0-9]*)", token):  # int() reads more than that
+                raise ValueError(f"its key {reprlib.repr(token)} is no token: give a whole number in digits")
+        return bias
 
     @field_validator("seed")
     @classmethod

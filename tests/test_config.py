@@ -111,6 +111,7 @@ def test_sampling_defaults_are_those_of_vllm() -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": float("inf")}, "temperature"),
         ({"logit_bias": {1: 101.0}}, "logit_bias"),
+        *(({"logit_bias": {key: 1.0}}, f"'logit_bias'.*{key!r}") for key in ("07", "1_0", " 7", "\u0667", "")),
         ({"stop": [""]}, "stop"),
         ({"stop": 5}, "option 'stop' is 5: give a text or a list of texts"),
         ({"min_tokens": 5, "max_tokens": 4}, "option 'min_tokens' is 5: it must not exceed max_tokens, which is 4"),

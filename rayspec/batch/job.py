@@ -616,26 +616,28 @@ class Job:
                 yield row
 
     def _conclude(self, folder: RunFolder, report: RunReport) -> None:
-        """Write the report and merge the rows, unless an earlier run has done so and no row has changed since."""
+        """Write the report and merge the rows. What an earlier run wrote stays, unless a row has changed since."""
         folder.commit()
         if num_lost := report.stats.num_lost_replicas:
             say(f"{num_lost} replicas were lost for good, and the others did their rows; see the log")
-        if folder.is_merged:
-            folder.finish(folder.manifest.counts, is_whole=not report.stopped)
-            return
         counts = {
             "prompt_tokens": report.num_prompt_tokens,
             "output_tokens": report.num_output_tokens,
             "seconds": report.elapsed_s,
             "errors": dict(report.errors),
         }
+        names = (*REPORT_NAMES, *self.export_names)
+        due = {name for name in names if not (folder.is_merged and folder.location.join(name).exists)}
         config, title = folder.manifest.extra.get("config", {}), self.name.capitalize()
         with folder.naming_output():
-            if self.export is not None:
+            if self.export is not None and not due.isdisjoint(self.export_names):
                 self.export(folder.parts.rows, folder.location)
-            for name, page in report_pages(report, config=config, title=title, price=self.options.price).items():
-                folder.location.join(name).write(page.encode())
-        folder.finish(counts, is_whole=not report.stopped)  # last: a job that is complete has all its files
+            if not due.isdisjoint(REPORT_NAMES):
+                pages = report_pages(report, config=config, title=title, price=self.options.price)
+                for name in due.intersection(REPORT_NAMES):
+                    folder.location.join(name).write(pages[name].encode())
+        # Last: a job that is complete has all its files.
+        folder.finish(folder.manifest.counts if folder.is_merged else counts, is_whole=not report.stopped)
 
 
 class _SharedResults:

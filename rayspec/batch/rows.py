@@ -155,7 +155,7 @@ class Columns:
     @property
     def id_name(self) -> str | None:
         """The column of ids; None where ids are made from places."""
-        return None if self.id == NO_ID_COLUMN else self.id or "id"
+        return None if self.id == NO_ID_COLUMN else "id" if self.id is None else self.id
 
     @property
     def of_whole_files(self) -> str:

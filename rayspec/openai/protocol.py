@@ -4,6 +4,8 @@ is known to change no text, or is refused."""
 from __future__ import annotations
 
 import difflib
+import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -46,27 +48,49 @@ def invalid(field: str, problem: str) -> PydanticCustomError:
 
 def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
     """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON), for
-    more than 200 levels, for more objects, arrays and fields than any request needs, and for more than `max_bytes`."""
+    more than 200 levels, for more objects, arrays and fields than any request needs, for a key that stands twice in an
+    object, and for more than `max_bytes`."""
     if max_bytes is not None and len(content) > max_bytes:
         raise InvalidRequestError(f"more than {max_bytes} bytes", code="request_too_large", status=413)
     if _has_more(_MOST_PARTS, _PARTS, content) or _has_more(_MOST_ITEMS, _ITEMS, content):
         message = f"more than {_MOST_PARTS} objects, arrays and fields, or {_MOST_ITEMS} items: split the request"
         raise InvalidRequestError(message, code="request_too_large", status=413)
     try:
-        return from_json(content, allow_inf_nan=False)
+        found = from_json(content, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequestError(f"not valid JSON: {error}", code="invalid_json") from None
+    if (num_keys := _num_keys(found)) != content.count(b":") and num_keys != _num_outside(content, b":"):
+        json.loads(content, object_pairs_hook=_check_keys)  # which names the key, and takes several times as long
+    return found
+
+
+def _num_keys(value: Any) -> int:
+    """Return how many keys the objects of a JSON value have."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(_num_keys, value.values()))
+    is_deep = isinstance(value, list) and not {dict, list}.isdisjoint(map(type, value))
+    return sum(map(_num_keys, value)) if is_deep else 0
+
+
+def _check_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Raise InvalidRequestError if two keys of an object are the same."""
+    twice = next((name for name, number in Counter(name for name, _ in pairs).items() if number > 1), None)
+    if twice is not None:
+        raise InvalidRequestError.of(_short(twice), "it stands twice in one object; leave one out")
 
 
 def _has_more(most: int, signs_of: bytes, content: bytes) -> bool:
     """Return whether JSON has more than `most` of the signs, which count outside of texts only."""
-    if sum(content.count(sign) for sign in signs_of) <= most:
-        return False
+    return sum(content.count(sign) for sign in signs_of) > most and _num_outside(content, signs_of) > most
+
+
+def _num_outside(content: bytes, signs_of: bytes) -> int:
+    """Return how many of the signs JSON has outside of its texts."""
     table = bytes(2 if code in signs_of else int(code == ord('"')) for code in range(256))
     codes = content.replace(b"\\\\", b"").replace(b'\\"', b"").translate(table)
     signs = np.frombuffer(codes, dtype=np.uint8)
     is_in_text = np.bitwise_xor.accumulate(signs & 1)
-    return bool(np.count_nonzero(signs >> 1 > is_in_text) > most)
+    return int(np.count_nonzero(signs >> 1 > is_in_text))
 
 
 @dataclass(frozen=True, slots=True)

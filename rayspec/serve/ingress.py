@@ -184,6 +184,9 @@ def build_app(ingress: Ingress) -> FastAPI:
             expose_headers=("retry-after", "x-request-id"),
         )
     described.install(app, open_paths=open_paths, has_keys=bool(ingress.entry.keys.digests))
+    for route in app.routes:
+        methods = getattr(route, "methods", None) or set[str]()
+        methods |= {"HEAD"} if "GET" in methods else set()  # the server leaves out the body
     return app
 
 

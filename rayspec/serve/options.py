@@ -14,7 +14,7 @@ from typing_extensions import Self
 from rayspec.command.locations import Location
 from rayspec.command.options import Asked
 from rayspec.command.settings import read_options_file
-from rayspec.config import EngineConfig, Options, SamplingParams
+from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.types import ConfigError
 
 
@@ -153,7 +153,7 @@ class ServeOptions(Options):
     /v1/batches; None: batches are off. max_batch_file_bytes, max_batch_lines: limits of a file for batches.
     """
 
-    llm_configs: tuple[LLMConfig, ...] = Field(min_length=1)
+    llm_configs: tuple[LLMConfig, ...]
     ingress_deployment_config: DeploymentOptions = DeploymentOptions()
     api_keys: tuple[str, ...] = Field((), repr=False)
     cors: tuple[str, ...] = ()
@@ -177,6 +177,8 @@ class ServeOptions(Options):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if not self.llm_configs:
+            raise ValueError("option 'llm_configs' is empty: name a model")
         names = [name for config in self.llm_configs for name in (config.model_id, *config.engine.lora_modules)]
         name, count = Counter(names).most_common(1)[0]
         if count > 1:
@@ -243,11 +245,16 @@ def asked_options(
         settings = asked.settings()
         if settings.sampling != SamplingParams():
             raise ConfigError("options of 'sampling' have no effect here, requests bring their own: remove them")
-        engine = settings.engine
+        engine, parallel = settings.engine, settings.engine.parallel
+        deployment = {}
+        if parallel is not None and parallel.replicas > 1:  # which Serve starts
+            deployment, parallel = {"num_replicas": parallel.replicas}, parallel.replace(replicas=1)
+            engine = engine.replace(parallel=None if parallel == ParallelOptions() else parallel)
         loading = {"model_id": model_id or engine.model, "model_source": engine.model}
         config = {
             "model_loading_config": loading | {"tokenizer_source": engine.tokenizer},
             "engine_kwargs": engine.model_dump(exclude_defaults=True, exclude={"model", "tokenizer"}),
+            "deployment_config": deployment,
         }
         args: dict[str, Any] = {"llm_configs": [config]}
     else:

@@ -283,6 +283,11 @@ def test_without_an_id_column_places_are_ids(tmp_path: Path) -> None:
     assert [(row.id, outcome(row)) for row in rows] == [("a.jsonl:1", "one"), ("a.jsonl:2", "two"), ("b.txt", "three")]
 
 
+def test_an_empty_name_of_the_id_column_is_taken_as_it_is(tmp_path: Path) -> None:
+    (row,) = read(write_lines(tmp_path / "a.jsonl", {"id": "x", "text": "one"}), columns=Columns(id=""))
+    assert "no column '' for the id" in str(row.error)
+
+
 def test_a_column_that_stands_twice_in_parquet_is_an_error_where_it_is_asked_for(tmp_path: Path) -> None:
     def of(name: str) -> Row:
         table = pa.Table.from_arrays([pa.array(["a"])] * 4, names=["id", "text", "other", name])

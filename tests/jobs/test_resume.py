@@ -105,6 +105,17 @@ def test_a_job_is_complete_only_with_all_its_files(folder: Path, name: str) -> N
     assert (folder / "out" / name).is_file()
 
 
+def test_a_report_that_was_deleted_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_lines(folder / "in.jsonl", documents(2))
+    run("in.jsonl")
+    page = (folder / "out" / "report.html").read_text(encoding="utf-8")
+    (folder / "out" / "report.md").unlink()
+    monkeypatch.setattr("rayspec.batch.rows.load_llm", pytest.fail)
+    run("in.jsonl")
+    assert "| rows | 2, 0 failed |" in (folder / "out" / "report.md").read_text(encoding="utf-8")
+    assert (folder / "out" / "report.html").read_text(encoding="utf-8") == page
+
+
 def test_an_input_that_is_repaired_leaves_no_error_behind(folder: Path) -> None:
     good = [json.dumps(row) for row in documents(3)]
     (folder / "in.jsonl").write_text("\n".join([*good, "no json", good[0]]) + "\n", encoding="utf-8")

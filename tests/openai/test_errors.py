@@ -17,6 +17,20 @@ def test_what_is_not_json_is_refused(content: bytes) -> None:
         parse_json(content)
 
 
+def test_a_key_that_stands_twice_is_refused_by_its_name() -> None:
+    for content in (
+        b'{"a": 1, "a": 1}',
+        b'{"b": [{"a": ":", "a": {}}]}',
+        b'{"b": "\\":", "c": [0, {"a": 1, "\\u0061": 2}]}',
+    ):
+        with pytest.raises(InvalidRequestError, match="a: it stands twice in one object"):
+            parse_json(content)
+    assert parse_json(b'{"a": {"a": ":\\\\"}, "b": [{"a": 1}, {"a": 2}]}') == {
+        "a": {"a": ":\\"},
+        "b": [{"a": 1}, {"a": 2}],
+    }
+
+
 @pytest.mark.parametrize("sign", [b"{", b","])
 def test_many_parts_are_refused_but_not_in_a_text(sign: bytes) -> None:
     assert len(parse_json(b'"' + 2_100_000 * sign + b'"')) == 2_100_000

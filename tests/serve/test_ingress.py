@@ -205,6 +205,11 @@ def test_errors_have_openais_form(method: str, path: str, content: Any, status: 
     assert ("retry-after" in response.headers) == (status == 503)
 
 
+def test_head_is_answered_where_get_is() -> None:
+    statuses = [asked("HEAD", path, content=b"").status_code for path in ("/", "/docs", "/version", "/v1/completions")]
+    assert statuses == [200, 200, 200, 405]
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "stream"])
 def test_who_hangs_up_before_the_answer_begins_frees_the_place(path: str) -> None:
     more = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from rayspec.command.options import Asked
+from rayspec.config import ParallelOptions
 from rayspec.serve.app import model_deployment
 from rayspec.serve.options import ServeOptions, asked_options, serve_options
 from rayspec.types import ConfigError
@@ -58,6 +59,7 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
     ("args", "words"),
     [
         ({"llm_configs": [model(), model()]}, ["'m'", "2 of llm_configs"]),
+        ({"llm_configs": []}, ["'llm_configs' is empty"]),
         ({"llm_configs": [model()], "api_key": []}, ["'api_key'", "'api_keys'"]),
         ({"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]}, ["llm_configs.0", "engine_kwargs", "'dtype'"]),
         ({"llm_configs": [model(engine_kwargs={"model": "x"})]}, ["engine_kwargs.model", "model_source"]),
@@ -132,6 +134,13 @@ def test_flags_are_the_engines_options() -> None:
     assert config.engine.parallel.stages == 2
     assert options.api_keys == ("k", "e")
     assert asked(Asked(flags=dict(FLAGS)), model_id="short").llm_configs[0].model_id == "short"
+
+
+def test_the_replicas_that_a_flag_asks_for_are_serves() -> None:
+    config = asked(Asked(flags=FLAGS | {"stages": None, "replicas": 3})).llm_configs[0]
+    assert (config.num_replicas, config.engine.parallel) == (3, None)
+    config = asked(Asked(flags=FLAGS | {"replicas": 3})).llm_configs[0]
+    assert (config.num_replicas, config.engine.parallel) == (3, ParallelOptions(stages=2))
 
 
 def test_a_file_has_everything(tmp_path: Path) -> None:
