@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 
 url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000"
 client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
@@ -31,15 +31,18 @@ messages = [{"role": "user", "content": "What did the Parks Council spend in 202
 
 # The first answer must be a call. "auto" leaves it to the model, if the model's chat template describes tools.
 for choice in ("required", "none"):
-    answer = client.chat.completions.create(
-        model=model,
-        messages=messages,
-        tools=tools,
-        tool_choice=choice,
-        parallel_tool_calls=False,
-        max_tokens=150,
-        temperature=0.0,
-    )
+    try:
+        answer = client.chat.completions.create(
+            model=model,
+            messages=messages,
+            tools=tools,
+            tool_choice=choice,
+            parallel_tool_calls=False,
+            max_tokens=150,
+            temperature=0.0,
+        )
+    except BadRequestError as error:
+        sys.exit(f"{model}: {error.body['message']}. Serve a model whose chat template describes tools, as Qwen 3's.")
     message = answer.choices[0].message
     messages.append(message)
     for call in message.tool_calls or ():

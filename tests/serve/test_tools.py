@@ -69,3 +69,10 @@ def test_the_example_runs(demo_endpoint: EndpointProcess) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith('budget({"agency": "')
     assert "million dollars in" in done.stdout.splitlines()[0]
+    command = [sys.executable, script, demo_endpoint.url, "demo"]  # whose chat template has no tools
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "demo: messages.1.tool_calls: the model's chat template has no such field; leave it out. "
+        "Serve a model whose chat template describes tools, as Qwen 3's.\n"
+    )
