@@ -35,10 +35,14 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 _SHELL = {">", "<", "|", "&&", ";"}
 
 
+def shell_blocks(document: str) -> list[str]:
+    """The code blocks that are of a shell."""
+    return [block for language, block in _BLOCK.findall(document) if language in {"", "bash", "sh"}]
+
+
 def blocks(document: str) -> list[list[str]]:
     """Commands of the code blocks that are of a shell, as words."""
-    found = [block for language, block in _BLOCK.findall(document) if language in {"", "bash", "sh"}]
-    lines = [line for block in found for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for block in shell_blocks(document) for line in block.replace("\\\n", " ").splitlines()]
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 

@@ -11,7 +11,7 @@ import ray._private.authentication.authentication_constants as ray_texts
 import yaml
 
 from rayspec.serve import access
-from tests.cluster.commands import blocks, faults, inline, inline_commands, options
+from tests.cluster.commands import blocks, faults, inline, inline_commands, options, shell_blocks
 from tests.serve.test_dashboard import exported
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +78,13 @@ def first_cells(table: str) -> list[str]:
 def test_commands_can_be_given(document: str) -> None:
     found = [*blocks(text(document)), *inline_commands(text(document))]
     assert [fault for words in found for fault in faults(words)] == []
+
+
+@pytest.mark.parametrize("document", [page for page in PAGES if page != "README.md"])
+def test_commands_can_be_pasted(document: str) -> None:
+    """A zsh that somebody types into takes a comment for arguments."""
+    lines = [line for block in shell_blocks(text(document)) for line in block.splitlines()]
+    assert [line for line in lines if re.search(r"(^|\s)#\s", line)] == []
 
 
 @pytest.mark.parametrize(
