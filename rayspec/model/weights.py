@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import struct
+import threading
 import time
 from functools import cache, lru_cache
 from pathlib import Path
@@ -147,6 +148,8 @@ def _require_causal_lm(source: str, config: PretrainedConfig) -> None:
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# While transformers loads a model, it ties no weights in the whole process: after two loads at a time, never again.
+_LOADS = threading.Lock()
 _UNPICKLING_ERRORS = (UnpicklingError, EOFError, IndexError, struct.error, AssertionError)  # of torch.load
 # Errors of transformers, huggingface_hub and safetensors for missing or damaged files, and unexpected types in them.
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, TypeError, AttributeError)
@@ -205,7 +208,8 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
-        model, info = _load(config, described, layers, with_embedding, options)
+        with _LOADS:
+            model, info = _load(config, described, layers, with_embedding, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}") from error
     except _UNPICKLING_ERRORS as error:  # torch's message recommends to run the file's code

@@ -1,5 +1,6 @@
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_dtype_auto_is_the_checkpoints_own() -> None:
     config = EngineConfig(model=demo.model_path(), device="cpu")
     assert load_model(config).dtype == torch.bfloat16
     assert load_model(config.replace(dtype="float16")).dtype == torch.float16
+
+
+def test_several_threads_load_models_at_the_same_time() -> None:
+    """transformers unties all models of the process for as long as it loads one, and for good where loads overlap."""
+    configs = [_config(checkpoint(family)) for family in ("llama", "qwen3")]  # both are tied
+    with ThreadPoolExecutor(4) as threads:
+        models = [*threads.map(load_model, 4 * configs), load_model(configs[0])]
+    for model in models:
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_a_shard_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
