@@ -23,6 +23,9 @@ from rayspec.types import ConfigError, RayspecError
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_BUDGET = range(5)
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
+_NO_PLACE = frozenset(
+    {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+)
 
 
 def output_console() -> Console:
@@ -65,8 +68,8 @@ def hide_progress_bars() -> None:
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """End the process with a line and an exit code, instead of a traceback, on errors of users, a full disk and
-    signals."""
+    """End the process with a line and an exit code, instead of a traceback, on errors of users, a full disk,
+    files that cannot be used and signals."""
     before = signal.getsignal(signal.SIGTERM)
     exit_on_sigterm()
     try:
@@ -77,6 +80,8 @@ def clean_exit() -> Iterator[None]:
     except RayspecError as error:
         fail(error, EXIT_FAILED)
     except OSError as error:
+        if error.errno in _NO_PLACE and error.filename is not None:
+            fail(f"{str(error.filename)!r} cannot be used ({error.strerror}): choose another place", EXIT_USAGE)
         if error.errno not in _NO_ROOM:
             raise
         place = "an output" if error.filename is None else repr(error.filename)

@@ -1,12 +1,14 @@
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from rayspec.command.terminal import clean_exit
+from rayspec.command.terminal import clean_exit, save_json
 
 
 def test_a_sigterm_ends_with_its_code_and_the_handler_is_that_of_before() -> None:
@@ -25,6 +27,15 @@ def test_a_place_without_room_is_named_in_one_line(number: int, capsys: pytest.C
     assert ended.value.code == 1
     said = "error: 'out.json' cannot be written (no room): make room or choose another place\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_place_that_is_no_file_is_named_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path, tmp_path / "file" / "out.json", tmp_path / ("a" * 300)):
+        with pytest.raises(SystemExit) as ended, clean_exit():
+            save_json({}, place)
+        assert ended.value.code == 2
+        assert re.match(f"error: '{tmp_path}.*' cannot be used", capsys.readouterr().err)
 
 
 def test_ctrl_c_while_modules_are_imported_ends_with_its_code() -> None:
