@@ -67,6 +67,14 @@ class Options(pydantic.BaseModel):
             own = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
             raise ConfigError("; ".join(_explain(type(self), item) for item in own)) from None
 
+    @model_validator(mode="after")
+    def _fits_64_bits(self) -> Self:
+        for name, value in self:
+            too_large = [number for number in _integers(value) if not -(2**63) <= number < 2**63]
+            if too_large:
+                raise ValueError(f"option {name!r} is {too_large[0]}: it must fit 64 bits")
+        return self
+
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes` applied. All options are validated again."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
@@ -296,10 +304,6 @@ class SamplingParams(Options):
             )
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise ValueError("option 'logit_bias' must lie between -100 and 100")
-        for name, value in self:
-            too_large = [number for number in _integers(value) if not -(2**63) <= number < 2**63]
-            if too_large:
-                raise ValueError(f"option {name!r} is {too_large[0]}: it must fit 64 bits")
         return self
 
 
@@ -509,7 +513,7 @@ class EngineConfig(Options):
     dtype: Annotated[DType, BeforeValidator(_spelled)] = Field("auto", description="data type of the weights")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads; unset: OMP_NUM_THREADS, or as measured at load"
+        None, ge=1, le=4096, description="CPU threads; unset: OMP_NUM_THREADS, or as measured at load"
     )
     quantization_config: dict[str, Any] | None = None
     lora_modules: Annotated[dict[str, str], Pairs] = Field(
@@ -528,15 +532,21 @@ class EngineConfig(Options):
     )
     max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; unset: the model's own")
     max_num_seqs: int | None = Field(
-        None, ge=1, description="sequences decoded at once; unset: 8 on a CPU, 64 on a GPU, 256 on one from 70 GiB up"
+        None,
+        ge=1,
+        le=2**20,
+        description="sequences decoded at once; unset: 8 on a CPU, 64 on a GPU, 256 on one from 70 GiB up",
     )
     max_num_batched_tokens: int | None = Field(
         None,
         ge=16,
+        le=2**30,
         description="prompt tokens run between two decode rounds; unset: 1024 on a CPU, 4096 on a GPU, 8192 on one "
         "from 70 GiB up",
     )
-    kv_cache_tokens: int | None = Field(None, ge=16, description="tokens the KV cache holds; unset: from free memory")
+    kv_cache_tokens: int | None = Field(
+        None, ge=16, le=2**40, description="tokens the KV cache holds; unset: from free memory"
+    )
     kv_cache_share: float | None = Field(
         None,
         gt=0,

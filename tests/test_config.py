@@ -116,6 +116,7 @@ def test_sampling_defaults_are_those_of_vllm() -> None:
         ({"stop": 5}, "option 'stop' is 5: give a text or a list of texts"),
         ({"min_tokens": 5, "max_tokens": 4}, "option 'min_tokens' is 5: it must not exceed max_tokens, which is 4"),
         ({"seed": 2**64}, r"option 'seed' is \d+: it must fit 64 bits"),
+        ({"top_k": 2**63}, r"option 'top_k' is \d+: it must fit 64 bits"),
         ({"stop_token_ids": [1, -(2**70)]}, r"option 'stop_token_ids' is -\d+: it must fit 64 bits"),
         ({"best_of": 4}, "'best_of' is 4: give n"),
         ({"logits_processors": [print]}, "'logits_processors' is .*: a program cannot run in the sampler"),

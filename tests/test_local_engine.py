@@ -16,6 +16,7 @@ from rayspec.local_engine import load_engine
 from rayspec.model.fused import draft_head_bytes
 from rayspec.model.sizes import quantised_bytes
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
+from rayspec.types import ConfigError
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, cases, checkpoint, modules_of, small_config
@@ -137,3 +138,14 @@ def test_other_data_types_draft_by_copies(dtype: str, choice: Choice) -> None:
         tokens.append(tokens_of(complete(engine, known.prompts, PARAMS)))
     assert tokens[0] == tokens[1]
     assert engine.stats.num_accepted_tokens > 0
+
+
+def test_a_cache_that_does_not_fit_is_an_error_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes")
+
+    monkeypatch.setattr("rayspec.decode.loading.KVCache", full)
+    with pytest.raises(
+        ConfigError, match=r"'kv_cache_tokens' is \d+, which do not fit \(.*can't allocate.*\): lower it"
+    ):
+        load_engine(config())

@@ -34,6 +34,7 @@ from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import draft_head_bytes, fuse, in_one_order
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
+from rayspec.model.load_check import lack_of_memory
 from rayspec.model.matrices import ONE_ORDER
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import (
@@ -147,17 +148,24 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
         left_out = ", ".join(sorted(unread))
         logger.info("drafts do not use %s here: passes with static shapes on a GPU cannot read such keys", left_out)
     device = resolve_device(config.device)
-    cache = KVCache(
-        parts.shapes,
-        size.num_slots,
-        num_windowed_slots=size.num_windowed_slots,
-        windowed_layers=parts.windows,
-        dtype=parts.dtype,
-        device=device,
-        num_spare=1 if counts is None else counts.least,  # slots for padding rows, which write keys and values too
-        notes_pages=any(keys_of(choice) == "pages" for choice in choices),
-        keeps_finite=counts is not None and counts.longest_chain > 1,
-    )
+    try:
+        cache = KVCache(
+            parts.shapes,
+            size.num_slots,
+            num_windowed_slots=size.num_windowed_slots,
+            windowed_layers=parts.windows,
+            dtype=parts.dtype,
+            device=device,
+            num_spare=1 if counts is None else counts.least,  # slots for padding rows, which write keys and values too
+            notes_pages=any(keys_of(choice) == "pages" for choice in choices),
+            keeps_finite=counts is not None and counts.longest_chain > 1,
+        )
+    except Exception as error:
+        if (lack := lack_of_memory(error)) is None:
+            raise
+        raise ConfigError(
+            f"option 'kv_cache_tokens' is {size.num_slots}, which do not fit ({lack}): lower it"
+        ) from error
     buffers = make_buffers(config, parts, cache, max_model_len)
     graphs = make_graphs(config, parts, buffers)
     runner = Runner(
