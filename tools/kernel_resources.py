@@ -124,6 +124,7 @@ def row_launches(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Laun
         launches.rms_norm(_meta(num_rows, size, dtype=dtype), _meta(size, dtype=dtype), 1e-5, 0.0),
         launches.rotate_and_write(packed, angles, angles, slots, cache, cache, shape.num_heads, norm, norm, 1e-6),
         launches.gated(_meta(num_rows, 7 * size, dtype=dtype), "silu"),
+        launches.gumbel(_meta(2, num_rows, dtype=torch.int64), 128256),
     ]
     return [launch for call in calls for launch in call.launches]
 

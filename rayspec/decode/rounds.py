@@ -54,16 +54,16 @@ from rayspec.decode.processing import TokenSampler, process
 from rayspec.decode.runner import Stopwatch, integers, queued_s, seconds
 from rayspec.decode.sampling import (
     Drafts,
+    Gumbel,
     Noise,
     PlainSteps,
     Rows,
     Stream,
     draft_tokens,
     finite_rows,
-    gumbel,
+    row_keys,
     target_tokens,
     top_logprobs,
-    uniform,
 )
 from rayspec.decode.work import (
     Chunk,
@@ -84,6 +84,7 @@ from rayspec.decode.work import (
     num_rows,
 )
 from rayspec.forms.grammar import Grammars
+from rayspec.model.noise import gumbel, uniform
 from rayspec.planning.acceptance import DraftUntilFound
 from rayspec.types import Logprob
 
@@ -100,9 +101,9 @@ class Head:
     the samplers of the open sequences and the target's most likely tokens after tapped tokens.
 
     logits: maps [1, N, hidden_size] before the final norm to [N, V]. draft_logits: does so for drafts, for less; None:
-    `logits`. draft_look_interval: draft steps between two copies of the drawn tokens to the host; it must be 1 if
-    another process embeds the tokens. grammars: of a head that is not in the engine's process. drawn: the last drawn
-    tokens, int64 [S], on the device.
+    `logits`. gumbel: makes the noise. draft_look_interval: draft steps between two copies of the drawn tokens to the
+    host; it must be 1 if another process embeds the tokens. grammars: of a head that is not in the engine's process.
+    drawn: the last drawn tokens, int64 [S], on the device.
     """
 
     drawn: Tensor | None = None
@@ -112,6 +113,7 @@ class Head:
         logits: Callable[[Tensor], Tensor],
         *,
         draft_logits: Callable[[Tensor], Tensor] | None = None,
+        gumbel: Gumbel = gumbel,
         vocab_size: int,
         device: torch.device,
         verification: Verification,
@@ -124,6 +126,7 @@ class Head:
         self.stopwatch = Stopwatch.of(device)
         self.logits = logits
         self.draft_logits = draft_logits or logits
+        self.gumbel = gumbel
         self._vocab_size = vocab_size
         self._device = device
         self._num_taps = num_taps
@@ -274,7 +277,7 @@ def choose(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committe
     if not sampling:
         return [None] * len(chunks)
     rows = [Rows(head.sampler(chunk.sequence_id), at, ()) for at, chunk in enumerate(sampling)]
-    committed = iter(commit(logits, rows, verify_coupled(logits, rows)))
+    committed = iter(commit(logits, rows, verify_coupled(logits, rows, Noise(gumbel=head.gumbel))))
     return [next(committed) if chunk.sample else None for chunk in chunks]
 
 
@@ -283,7 +286,8 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     if work.num_steps > 1 and not any(one.reads_history or one.params.logprobs is not None for one in samplers):
         return (yield from _steps(work, head, samplers))
     started = head.stopwatch.mark()
-    noise = Noise(samplers, 1 + (head.draft_look_interval if drafting_entries(work.entries) else 0))
+    num_at_once = 1 + (head.draft_look_interval if drafting_entries(work.entries) else 0)
+    noise = Noise(samplers, num_at_once, head.gumbel)
     drafted = yield from draft(head, work, noise)
     drafted_at = head.stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
@@ -341,7 +345,7 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
     """Decode several tokens of each entry without a draft. Their passes follow one another on the device, and the host
     looks once, at the end: so it prepares each pass while the device runs the one before."""
     started = head.stopwatch.mark()
-    drawn, steps = [], PlainSteps(samplers, Noise(samplers, work.num_steps))
+    drawn, largest, steps = [], [], PlainSteps(samplers, work.num_steps, head.gumbel)
     for ahead in range(work.num_steps):
         step = Pass(
             round_id=work.id,
@@ -350,9 +354,11 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
         )
         logits = head.logits((yield step))
         head.drawn = steps.tokens(logits, ahead)
-        drawn.append(torch.stack((head.drawn, finite_rows(logits))))
+        drawn.append(head.drawn)
+        largest.append(logits.amax(-1))  # finite as in `finite_rows`
     verdicts = []
-    for tokens, finite in torch.stack(drawn, -1).transpose(0, 1).tolist():
+    table = torch.stack((torch.stack(drawn, 1), torch.stack(largest, 1).isfinite()), 1)
+    for tokens, finite in table.tolist():
         num_good = finite.index(0) if 0 in finite else len(finite)
         verdicts.append(Verdict(tokens[: max(num_good, 1)], 0, is_finite=num_good > 0))
     committed = commit(logits, [Rows(one, at, ()) for at, one in enumerate(samplers)], verdicts)
@@ -645,9 +651,8 @@ def decide(
     ahead = torch.arange(longest, device=target.device)
     drafted = ahead < lengths.unsqueeze(1)
     at = torch.where(drafted, first_rows.unsqueeze(1) + ahead, 0).flatten()  # [S * longest]: rows of draft tokens
-    noise = uniform(
-        seeds.repeat_interleave(longest), (positions.unsqueeze(1) + ahead).flatten(), Stream.ACCEPT, target.device
-    )
+    at_drafted = (positions.unsqueeze(1) + ahead).flatten()
+    noise = uniform(row_keys(seeds.repeat_interleave(longest), at_drafted, Stream.ACCEPT, target.device))
     tokens, rows = drafts[at], draft_rows[at]
     p = target[at, tokens].double()
     q = torch.where(rows < 0, 1.0, draft[rows.clamp_min(0), tokens].double()) if len(draft) else torch.ones_like(p)
@@ -662,7 +667,7 @@ def decide(
         other = torch.where(rows < 0, other, draft[rows.squeeze(1).clamp_min(0)])
     is_bonus = num_accepted == lengths
     stream = torch.where(is_bonus, int(Stream.TARGET), int(Stream.RECOVER))
-    last_noise = gumbel(seeds, positions + num_accepted, target.shape[1], stream, target.device)
+    last_noise = gumbel(row_keys(seeds, positions + num_accepted, stream, target.device), target.shape[1])
     last_scores = torch.where(is_bonus.unsqueeze(1), scores[at], _residual(target[at], other).log())
     return num_accepted, (last_scores + last_noise).argmax(-1)
 

@@ -23,7 +23,9 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.errors import reason_of
+from rayspec.model import noise
 from rayspec.model.attention import Division, PackedRows, pack
+from rayspec.model.cuda import operations
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.load_check import lack_of_memory
@@ -172,6 +174,11 @@ class Runner:
         self.buffers = buffers
         self._step = graphs or (StaticStep(parts, buffers) if buffers is not None else None)
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
+
+    def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
+        """Return noise as `rayspec.model.noise.gumbel` does, by a kernel where passes run by kernels."""
+        make = noise.gumbel if self.buffers is None else operations.gumbel
+        return make(keys, vocab_size)
 
     @property
     def first_sublayer(self) -> int:

@@ -4,39 +4,30 @@ The coupled rule: the token at a position is argmax(processed logits + Gumbel(se
 softmax(processed logits), and a pure function of the committed tokens and the seed (Gumbel-max trick).
 
 The noise is counter-based: every number is a pure function of (seed, position, stream), on any device, in any batch.
-SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) gives the n-th output
-of a generator without the outputs before. Each row has a generator of its own: its state is output (position, origin,
-stream) of the generator with the request's seed. An output of 64 bits serves two neighbouring tokens. Devices agree up
-to the last bits of their float32 logarithms.
+See `rayspec.model.noise`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.processing import LogitRow, RowsChange, TokenSampler, changed, changes_of, check_tokens, process
 from rayspec.decode.runner import integers
+from rayspec.model.noise import gumbel, gumbel_of_tokens
 from rayspec.types import Logprob
 
+Gumbel = Callable[[Tensor, int], Tensor]
+"""Makes noise as `rayspec.model.noise.gumbel` does."""
 Integers = Sequence[int] | Tensor
-Words = TypeVar("Words", Tensor, NDArray[np.int64])
 
-_STEP = 0x9E3779B97F4A7C15 - 2**64  # SplitMix64's constants, as int64
-_SHIFTS, _FACTORS = (30, 27, 31), (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64, 1)
-_NUM_HALVES = 2  # numbers of 32 bits in a word
-# Words computed at once: on a CPU few enough to stay in the cache, elsewhere a few 32 MiB.
-_CHUNK_WORDS, _CHUNK_WORDS_ELSEWHERE = 1 << 15, 1 << 22
 # The most numbers of noise that are computed ahead. If only the likeliest tokens may be sampled, a 16th of it.
 _MOST_AHEAD, _MOST_AHEAD_ELSEWHERE = 1 << 18, 1 << 26
 _SPREAD = 27.0  # more than the width of the Gumbel noise's range (-2.9, 22.2), plus rounding
@@ -55,61 +46,29 @@ class Stream(IntEnum):
     RECOVER = 3
 
 
-def splitmix(state: Words, at: Words) -> Words:
-    """Return output `at`, counted from 0, of the generator SplitMix64 with this state: 64-bit words, as int64. The
-    arguments are both tensors or both arrays, and broadcast together."""
-    word = state + (at + 1) * _STEP  # int64 sums and products wrap, as unsigned ones do
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=True):
-        high = word >> shift
-        high &= (1 << 64 - shift) - 1  # the sign bit does not count
-        word ^= high
-        if factor != 1:
-            word *= factor
-    return word
-
-
-def gumbel(
+def row_keys(
     seeds: Integers,
     positions: Integers,
-    vocab_size: int,
     stream: int | Tensor,
     device: torch.device | str,
     *,
     origins: Integers | None = None,
 ) -> Tensor:
-    """Return standard Gumbel noise for every token, float32 [N, vocab_size], N = len(seeds): argmax(log p + noise) ~ p.
+    """Return the key of each row's generator, int64 [2, N] on the device: the seed, and a number of all else.
 
-    seeds: 64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**31). stream: one
-    `Stream`, or int64 [N]. Token v's number does not depend on vocab_size. Resolution 2**-31: values lie in
-    (-2.9, 22.2), and tokens of probability far below 2**-31 are not resolved.
+    seeds: 64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**30). stream: one
+    `Stream`, or int64 [N].
     """
-    states = _states(seeds, positions, origins, stream, device).unsqueeze(1)
-    num_words, on_cpu = -(-vocab_size // _NUM_HALVES), states.device.type == "cpu"
-    num_rows = max(1, (_CHUNK_WORDS if on_cpu else _CHUNK_WORDS_ELSEWHERE) // max(1, num_words))
-    at, noise = torch.arange(num_words, device=device), torch.empty(0)
-    for first in range(0, len(states), num_rows):
-        some = states[first : first + num_rows]
-        if on_cpu:  # NumPy's products and logarithms are two to three times as fast as torch's
-            numbers = torch.from_numpy(_gumbel_of(splitmix(some.numpy(), at.numpy()).view(np.int32), np))
-        else:
-            numbers = _gumbel_of(splitmix(some, at).view(torch.int32), torch)
-        if len(some) == len(states):
-            return numbers[:, :vocab_size]
-        noise = numbers.new_empty(len(states), vocab_size) if first == 0 else noise
-        noise[first : first + num_rows] = numbers[:, :vocab_size]
-    return noise
+    others = [0] * len(positions) if origins is None else origins
+    if isinstance(stream, Tensor) or isinstance(seeds, Tensor) or isinstance(positions, Tensor):
+        places = integers(positions, device) << 33 | integers(others, device) << 2 | stream
+        return torch.stack((integers(seeds, device), places))
+    own = [position << 33 | int(origin) << 2 | stream for position, origin in zip(positions, others, strict=True)]
+    return integers([*seeds, *own], device).view(2, -1)
 
 
-def noisy(
-    scores: Tensor,
-    seeds: Integers,
-    positions: Integers,
-    stream: int | Tensor,
-    *,
-    origins: Integers | None = None,
-    winner_only: bool = True,
-) -> Tensor:
-    """Return new scores: `scores` [N, V], float32, plus `gumbel` of the other arguments.
+def noisy(scores: Tensor, keys: Tensor, gumbel: Gumbel = gumbel, *, winner_only: bool = True) -> Tensor:
+    """Return new scores: `scores` [N, V], float32, plus noise. keys: of `row_keys`.
 
     winner_only: on a CPU, tokens too unlikely to have the largest sum in their row may get no noise. Elsewhere the host
     would have to wait for the device to know these tokens.
@@ -118,50 +77,10 @@ def noisy(
         least = scores.amax(1, keepdim=True) - (_SPREAD if winner_only else math.inf)
         row, token = (scores > least).nonzero().unbind(1)
         if 4 * len(row) < scores.numel():  # else it costs less not to choose
-            states, sums = _states(seeds, positions, origins, stream, scores.device)[row], scores.clone()
-            halves = splitmix(states, token // _NUM_HALVES).view(torch.int32).view(-1, _NUM_HALVES)
-            own = halves.gather(1, token.unsqueeze(1) % _NUM_HALVES).squeeze(1)
-            sums[row, token] += torch.from_numpy(_gumbel_of(own.numpy(), np))
+            sums = scores.clone()
+            sums[row, token] += gumbel_of_tokens(keys[:, row], token)
             return sums
-    return scores + gumbel(seeds, positions, scores.shape[1], stream, scores.device, origins=origins)
-
-
-def uniform(
-    seeds: Integers,
-    positions: Integers,
-    stream: int | Tensor,
-    device: torch.device | str = "cpu",
-    *,
-    origins: Integers | None = None,
-) -> Tensor:
-    """Return uniform noise, float64 [N], strictly inside (0, 1): 52 bits, cell-centred. Arguments as in `gumbel`."""
-    states = _states(seeds, positions, origins, stream, device)
-    words = splitmix(states, torch.zeros_like(states))
-    return ((words >> 12 & (1 << 52) - 1).to(torch.float64) + 0.5).mul_(2.0**-52)
-
-
-def _gumbel_of(halves: Any, library: Any) -> Any:
-    """Return the Gumbel noise, float32, of 32-bit numbers, int32: a tensor or an array of the library, torch or numpy.
-    An exponential number near 0, which wins, is as precise as float32 can hold it; the largest is 16.6."""
-    sizes = library.asarray(halves & 0x7FFFFFFF, dtype=library.float32)
-    sizes *= 2.0**-55 - 2.0**-31  # never -1
-    sizes -= 2.0**-32
-    library.negative(library.log1p(sizes, out=sizes), out=sizes)
-    return library.negative(library.log(sizes, out=sizes), out=sizes)
-
-
-def _states(
-    seeds: Integers, positions: Integers, origins: Integers | None, stream: int | Tensor, device: torch.device | str
-) -> Tensor:
-    """Return the state of each row's generator, int64 [N] on the device. It is computed there if some argument is a
-    tensor; else on the host, and copied."""
-    given = (seeds, positions) if origins is None else (seeds, positions, origins)
-    if isinstance(stream, Tensor) or any(isinstance(one, Tensor) for one in given):
-        seed, position, *origin = (integers(one, device) for one in given)
-        return splitmix(seed, position << 33 | (origin[0] << 2 if origin else 0) | stream)
-    numbers = integers([number for one in given for number in one], "cpu").numpy().reshape(len(given), -1)
-    last = numbers[2] << 2 if len(numbers) > 2 else 0
-    return integers(torch.from_numpy(splitmix(numbers[0], numbers[1] << 33 | last | stream)), device)
+    return scores + gumbel(keys, scores.shape[1])
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -199,17 +118,46 @@ class Drafts:
 
 class Noise:
     """The target's noise in a round. A draft and its verify need the same numbers, so they are computed together, for
-    `num_at_once` positions of all `samplers` that are not greedy, if these are few enough."""
+    `num_at_once` positions of all `samplers` that are not greedy, if these are few enough. gumbel: a GPU's kernel, or
+    plain torch."""
 
-    def __init__(self, samplers: Sequence[TokenSampler], num_at_once: int) -> None:
+    def __init__(self, samplers: Sequence[TokenSampler] = (), num_at_once: int = 0, gumbel: Gumbel = gumbel) -> None:
         self._samplers = [sampler for sampler in samplers if not sampler.greedy]
         self._at = {sampler: at for at, sampler in enumerate(self._samplers)}
         params = [sampler.params for sampler in self._samplers]
         self._cuts = any(one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params)
         self._num_at_once = num_at_once
+        self._gumbel = gumbel
         self._known: Tensor | None = None  # float32 [depths * sequences, V]
 
-    def of(self, rows: Sequence[LogitRow], like: Tensor) -> Tensor | None:
+    def added(self, scores: Tensor, stream: Stream, rows: Sequence[LogitRow], *, winner_only: bool = True) -> Tensor:
+        """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled. winner_only: see
+        `noisy`."""
+        rows = [row for row in rows if not row.sampler.greedy]
+        if not rows:
+            return scores
+        known = self._of(rows, scores) if stream is Stream.TARGET else None
+        places = [row.at for row in rows]
+        at = None if places == list(range(len(scores))) else integers(places, scores.device)
+        if known is not None:
+            return scores + known if at is None else scores.index_add(0, at, known)
+        keys = row_keys(
+            [row.sampler.seed for row in rows],
+            [row.sampler.position + len(row.before) for row in rows],
+            stream,
+            scores.device,
+            origins=[row.sampler.position for row in rows] if stream is Stream.DRAFT else None,
+        )
+        sampled = noisy(scores if at is None else scores[at], keys, self._gumbel, winner_only=winner_only)
+        return sampled if at is None else scores.index_copy(0, at, sampled)
+
+    def of_steps(self, num_steps: int, like: Tensor) -> Tensor | None:
+        """Return the noise of the tokens after 0 to `num_steps - 1` more tokens of all sequences, float32 [num_steps,
+        S, V]; None as in `_of`, and if one is greedy. like: scores [S, V]."""
+        known = self._up_to(num_steps - 1, len(like), like) if len(self._samplers) == len(like) else None
+        return None if known is None else known[: num_steps * len(like)].view(num_steps, *like.shape)
+
+    def _of(self, rows: Sequence[LogitRow], like: Tensor) -> Tensor | None:
         """Return the noise of each row, float32 [n, V]; None if it costs less to compute only a part of it. like:
         scores [N, V]."""
         size, depths, samplers = len(self._samplers), [len(row.before) for row in rows], [row.sampler for row in rows]
@@ -220,14 +168,10 @@ class Noise:
         places = [depth * size + self._at[one] for depth, one in zip(depths, samplers, strict=True)]
         return known[integers(places, like.device)]
 
-    def at_depth(self, depth: int, like: Tensor) -> Tensor | None:
-        """Return the noise of the row of each sequence after `depth` tokens; None as above, and if one is greedy."""
-        size = len(self._samplers)
-        known = self._up_to(depth, size, like) if size == len(like) else None
-        return None if known is None else known[depth * size : (depth + 1) * size]
-
     def _up_to(self, depth: int, num_rows: int, like: Tensor) -> Tensor | None:
         size, num_depths = len(self._samplers), depth + 1
+        if not size:
+            return None
         first = 0 if self._known is None else len(self._known) // size
         if self._known is None or num_depths > first:
             new = range(first, max(first + self._num_at_once, num_depths))
@@ -237,7 +181,7 @@ class Noise:
                 return None
             seeds = [sampler.seed for sampler in self._samplers] * len(new)
             positions = [sampler.position + depth for depth in new for sampler in self._samplers]
-            noise = gumbel(seeds, positions, like.shape[1], Stream.TARGET, like.device)
+            noise = self._gumbel(row_keys(seeds, positions, Stream.TARGET, like.device), like.shape[1])
             self._known = noise if self._known is None else torch.cat((self._known, noise))
         return self._known
 
@@ -248,7 +192,8 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = No
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
     own = _changed(rows)
-    return _with_noise(process(logits.to(torch.float32, copy=True), own), Stream.TARGET, own, noise).argmax(-1)
+    scores = process(logits.to(torch.float32, copy=True), own)
+    return (noise or Noise()).added(scores, Stream.TARGET, own).argmax(-1)
 
 
 def draft_tokens(
@@ -272,20 +217,21 @@ def draft_tokens(
     histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
     scores = process(logits.to(torch.float32, copy=True), histories)
     stream = Stream.TARGET if coupled else Stream.DRAFT
-    drawn = _with_noise(scores, stream, histories, noise, winner_only=num_ranked == 0)
+    drawn = (noise or Noise()).added(scores, stream, histories, winner_only=num_ranked == 0)
     return Drafts(
         drawn.argmax(-1), _confidence(scores, scores.amax(-1)), None if coupled else scores, _ranked(drawn, num_ranked)
     )
 
 
 class PlainSteps:
-    """Chooses tokens by plain decoding at several positions of sequences that read no history, without the tokens
+    """Chooses tokens by plain decoding at `num_steps` positions of sequences that read no history, without the tokens
     between. Most preparations are made once."""
 
-    def __init__(self, samplers: Sequence[TokenSampler], noise: Noise) -> None:
+    def __init__(self, samplers: Sequence[TokenSampler], num_steps: int, gumbel: Gumbel = gumbel) -> None:
         self._is_argmax = all(sampler.is_argmax for sampler in samplers)
         self._reads_depth = any(sampler.reads_depth for sampler in samplers)
-        self._samplers, self._noise = samplers, noise
+        self._samplers, self._num_steps, self._noise = samplers, num_steps, Noise(samplers, num_steps, gumbel)
+        self._known: Tensor | None = None
         self._changes: Sequence[RowsChange] | None = None
 
     def tokens(self, logits: Tensor, ahead: int) -> Tensor:
@@ -296,10 +242,11 @@ class PlainSteps:
         if self._changes is None or self._reads_depth:
             self._changes = changes_of(self._rows(ahead), len(logits), logits.device)
         scores = changed(logits.to(torch.float32, copy=True), self._changes)
-        known = self._noise.at_depth(ahead, scores)
-        if known is not None:
-            return scores.add_(known).argmax(-1)
-        return _with_noise(scores, Stream.TARGET, self._rows(ahead), self._noise).argmax(-1)
+        if not ahead:
+            self._known = self._noise.of_steps(self._num_steps, scores)
+        if self._known is not None:
+            return scores.add_(self._known[ahead]).argmax(-1)
+        return self._noise.added(scores, Stream.TARGET, self._rows(ahead)).argmax(-1)
 
     def _rows(self, ahead: int) -> list[LogitRow]:
         return [LogitRow(at, sampler, (0,) * ahead) for at, sampler in enumerate(self._samplers)]
@@ -330,27 +277,6 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
     tokens, values = torch.cat((top.indices, chosen), 1), torch.cat((top.values, value), 1)
     table = torch.stack((tokens.double(), values.double(), ranks.double() + 1), 2).tolist()
     return [{int(token): Logprob(logprob=value, rank=int(rank)) for token, value, rank in row} for row in table]
-
-
-def _with_noise(
-    scores: Tensor, stream: Stream, rows: Sequence[LogitRow], noise: Noise | None, *, winner_only: bool = True
-) -> Tensor:
-    """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled. noise: of the round,
-    for the stream TARGET. winner_only: see `noisy`."""
-    rows = [row for row in rows if not row.sampler.greedy]
-    if not rows:
-        return scores
-    known = noise.of(rows, scores) if noise is not None and stream is Stream.TARGET else None
-    if known is not None and [row.at for row in rows] == list(range(len(scores))):
-        return scores + known
-    numbers = [(row.at, row.sampler.seed, row.sampler.position + len(row.before), row.sampler.position) for row in rows]
-    columns = integers([number for each in numbers for number in each], scores.device)
-    at, seeds, positions, origins = columns.view(-1, 4).unbind(1)
-    if known is not None:
-        return scores.index_add(0, at, known)
-    own = origins if stream is Stream.DRAFT else None
-    sampled = noisy(scores[at], seeds, positions, stream, origins=own, winner_only=winner_only)
-    return scores.index_copy(0, at, sampled)
 
 
 def _confidence(scores: Tensor, best: Tensor) -> Tensor:

@@ -8,8 +8,15 @@ from torch import Tensor
 
 from rayspec.decode.processing import LogitRow, TokenSampler, process
 from rayspec.decode.requests import SequenceState
-from rayspec.decode.sampling import Rows, target_tokens
+from rayspec.decode.sampling import Integers, Rows, row_keys, target_tokens
 from rayspec.decode.work import DecodingParams, SamplerSpec
+from rayspec.model.noise import gumbel
+
+
+def gumbel_of(
+    seeds: Integers, positions: Integers, vocab_size: int, stream: int | Tensor, origins: Integers | None = None
+) -> Tensor:
+    return gumbel(row_keys(seeds, positions, stream, "cpu", origins=origins), vocab_size)
 
 
 def sequence_of(prompt: Sequence[int], max_tokens: int = 100, **options: Any) -> SequenceState:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rayspec.decode import rounds
 from rayspec.decode.rounds import decide, verify_rejection
-from rayspec.decode.sampling import Rows, Stream, draft_tokens, gumbel, target_tokens
+from rayspec.decode.sampling import Rows, Stream, draft_tokens, row_keys, target_tokens
 from rayspec.decode.work import DecodingParams
-from tests.decode.samplers import processed, sampler_of
+from tests.decode.samplers import gumbel_of, processed, sampler_of
 from tests.exhaustive import few_of
 
 EVERYTHING = DecodingParams(
@@ -62,12 +62,12 @@ def plant_recovered_from_target(patch: pytest.MonkeyPatch) -> None:
 def plant_shared_noise(patch: pytest.MonkeyPatch) -> None:
     """The recovered token is drawn with the noise that the draft was drawn with."""
 
-    def shared(seeds: Tensor, positions: Tensor, vocab_size: int, stream: Tensor, device: torch.device) -> Tensor:
-        recovers = stream == int(Stream.RECOVER)
+    def shared(seeds: Tensor, positions: Tensor, stream: int | Tensor, device: torch.device) -> Tensor:
+        recovers = torch.as_tensor(stream) == int(Stream.RECOVER)
         stream = torch.where(recovers, int(Stream.DRAFT), stream)
-        return gumbel(seeds, positions, vocab_size, stream, device, origins=torch.where(recovers, positions, 0))
+        return row_keys(seeds, positions, stream, device, origins=torch.where(recovers, positions, 0))
 
-    patch.setattr(rounds, "gumbel", shared)
+    patch.setattr(rounds, "row_keys", shared)
 
 
 def plant_lenient(patch: pytest.MonkeyPatch) -> None:
@@ -148,7 +148,7 @@ def generate(
             at = begin + ahead
             scores = toy.draft[history_index(text, at)]
             origins = begin if fresh else torch.zeros_like(begin)
-            noise = gumbel(own, at, VOCAB, Stream.DRAFT, "cpu", origins=origins)
+            noise = gumbel_of(own, at, VOCAB, Stream.DRAFT, origins)
             text.scatter_(1, at.unsqueeze(1), (scores + noise).argmax(1, keepdim=True))
             draft_scores[:, ahead] = scores
         accepted, last = rule(toy, text, begin, lengths, draft_scores, own)

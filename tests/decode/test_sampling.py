@@ -22,16 +22,16 @@ from rayspec.decode.sampling import (
     Rows,
     Stream,
     draft_tokens,
-    gumbel,
-    splitmix,
+    row_keys,
     target_tokens,
     top_logprobs,
-    uniform,
 )
 from rayspec.decode.work import DecodingParams
+from rayspec.model import noise
+from rayspec.model.noise import splitmix, uniform
 from rayspec.types import InvalidTokenError, Logprob
 from tests.decode import samplers
-from tests.decode.samplers import chosen, processed
+from tests.decode.samplers import chosen, gumbel_of, processed
 
 V = 40
 PROMPT = (3, 3, 5, 39)
@@ -97,7 +97,7 @@ def test_draft_tokens(names: list[str]) -> None:
         later = sampler_of(sampler.params, [1, 6, 6], seed=sampler.seed)
         assert coupled.token_ids[index] == chosen(later, alone)[0]  # a perfect draft always agrees
         origin = [sampler.position]
-        noise = gumbel([sampler.seed], [later.position], V, Stream.DRAFT, "cpu", origins=origin)[0]
+        noise = gumbel_of([sampler.seed], [later.position], V, Stream.DRAFT, origins=origin)[0]
         want = scores.argmax() if sampler.greedy else (scores + noise).argmax()
         assert free.token_ids[index] == want
         for drafts in (coupled, free):
@@ -112,17 +112,17 @@ def test_noise_that_a_round_keeps_changes_no_token(most_ahead: int, monkeypatch:
     of all positions is computed once."""
     calls = []
     monkeypatch.setattr(sampling, "_MOST_AHEAD", most_ahead)
-    states = sampling._states
-    monkeypatch.setattr(sampling, "_states", lambda *numbers: calls.append(None) or states(*numbers))
+    keys = sampling.row_keys
+    monkeypatch.setattr(sampling, "row_keys", lambda *numbers, **o: calls.append(None) or keys(*numbers, **o))
     names = ["all", "greedy", "greedy_penalties", "all", "all"]
     own = [sampler_of(PARAMS[name], [1] * at, seed=at) for at, name in enumerate(names)]
-    noise = Noise(own, 4)
+    kept_noise = Noise(own, 4)
     steps = [[Rows(one, 0, [6] * ahead) for one in own[: 5 - ahead]] for ahead in range(3)]
     rows = [
         Rows(one, 4 * at, [6, 7, 8], (0, 0, 1) if at == 3 else ()) for at, one in enumerate(own)
     ]  # the last logits belong to no sequence
-    kept = [draft_tokens(random_logits(len(step)), step, "coupled", noise=noise).token_ids for step in steps]
-    kept.append(target_tokens(random_logits(21), rows, noise))
+    kept = [draft_tokens(random_logits(len(step)), step, "coupled", noise=kept_noise).token_ids for step in steps]
+    kept.append(target_tokens(random_logits(21), rows, kept_noise))
     assert len(calls) == (1 if most_ahead else 4)
     for step, tokens in zip(steps, kept, strict=False):
         assert torch.equal(tokens, draft_tokens(random_logits(len(step)), step, "coupled").token_ids)
@@ -142,7 +142,7 @@ def test_plain_steps_choose_what_a_verify_chooses(
         "begin": DecodingParams(min_tokens=3, stop_token_ids=tuple(range(2, 39))),
     }
     own = [sampler_of(params[name], [1], seed=at) for at, name in enumerate(names)]
-    steps, logits = PlainSteps(own, Noise(own, 2)), random_logits(4 * len(own)).view(4, len(own), V)
+    steps, logits = PlainSteps(own, 4), random_logits(4 * len(own)).view(4, len(own), V)
     for ahead in range(4):
         rows = [Rows(one, (ahead + 1) * at, [0] * ahead) for at, one in enumerate(own)]
         spread = logits[ahead].repeat_interleave(ahead + 1, 0)
@@ -262,7 +262,7 @@ def test_a_batch_has_the_bits_of_its_rows(vocab_size: int) -> None:
             for at, output in enumerate(histories(row, committed), row.start):
                 params, prompt = row.sampler.params, row.sampler.token_ids[:2]
                 want[at] = processed_alone(params, logits[at], prompt, output)
-                noise = gumbel([row.sampler.seed], [2 + len(output)], vocab_size, Stream.TARGET, "cpu")[0]
+                noise = gumbel_of([row.sampler.seed], [2 + len(output)], vocab_size, Stream.TARGET)[0]
                 tokens[at] = (want[at] if params.greedy else want[at] + noise).argmax()
         before = logits.clone()
         chance.shuffle(rows)
@@ -332,32 +332,33 @@ def test_seed_position_origin_and_stream_are_where_the_documentation_says() -> N
     words = splitmix(splitmix(torch.tensor([0x100000009]), torch.tensor([at])), torch.arange(2)).tolist()
     halves = [half for word in words for half in (word & 0x7FFFFFFF, word >> 32 & 0x7FFFFFFF)]
     expected = [-math.log(-math.log1p(-(half + 0.5) / 2**31)) for half in halves]
-    noise = gumbel([0x100000009], [7], 4, Stream.RECOVER, "cpu", origins=[5])[0]
-    torch.testing.assert_close(noise, torch.tensor(expected), rtol=0, atol=1e-6)
-    assert uniform([0x100000009], [7], Stream.RECOVER, origins=[5]).item() == ((words[0] % 2**64 >> 12) + 0.5) / 2**52
+    found = gumbel_of([0x100000009], [7], 4, Stream.RECOVER, origins=[5])[0]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+    keys = row_keys([0x100000009], [7], Stream.RECOVER, "cpu", origins=[5])
+    assert uniform(keys).item() == ((words[0] % 2**64 >> 12) + 0.5) / 2**52
 
 
 def test_the_ends_of_the_noise() -> None:
     """NumPy on a CPU and torch elsewhere agree, and the noise is finite for every number."""
     halves = torch.tensor([0, 1, 2**31 - 1, -1, -(2**31), *range(2**30, 2**30 + 60)], dtype=torch.int32)
-    noise = sampling._gumbel_of(halves, torch)
-    assert noise.isfinite().all()
-    assert noise.min() > -2.9
-    assert noise.max() < 22.2
-    torch.testing.assert_close(torch.from_numpy(sampling._gumbel_of(halves.numpy(), np)), noise, rtol=0, atol=2e-6)
+    found = noise._gumbel_of(halves, torch)
+    assert found.isfinite().all()
+    assert found.min() > -2.9
+    assert found.max() < 22.2
+    torch.testing.assert_close(torch.from_numpy(noise._gumbel_of(halves.numpy(), np)), found, rtol=0, atol=2e-6)
 
 
 def test_a_row_does_not_depend_on_its_batch_or_its_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     positions = list(range(len(EXTREME_SEEDS)))
-    whole = gumbel(EXTREME_SEEDS, positions, 103, Stream.TARGET, "cpu")
+    whole = gumbel_of(EXTREME_SEEDS, positions, 103, Stream.TARGET)
     for row, (seed, position) in enumerate(zip(EXTREME_SEEDS, positions, strict=True)):
-        assert torch.equal(gumbel([seed], [position], 50, Stream.TARGET, "cpu")[0], whole[row, :50])
-    monkeypatch.setattr(sampling, "_CHUNK_WORDS", 110)  # two rows at a time
-    assert torch.equal(gumbel(EXTREME_SEEDS, positions, 103, Stream.TARGET, "cpu"), whole)
+        assert torch.equal(gumbel_of([seed], [position], 50, Stream.TARGET)[0], whole[row, :50])
+    monkeypatch.setattr(noise, "_CHUNK_WORDS", 110)  # two rows at a time
+    assert torch.equal(gumbel_of(EXTREME_SEEDS, positions, 103, Stream.TARGET), whole)
     streams = torch.tensor([position % 4 for position in positions])
-    mixed = gumbel(torch.tensor(EXTREME_SEEDS), torch.tensor(positions), 103, streams, "cpu")
+    mixed = gumbel_of(torch.tensor(EXTREME_SEEDS), torch.tensor(positions), 103, streams)
     assert torch.equal(mixed[::4], whole[::4])
-    assert torch.equal(mixed[1::4], gumbel(EXTREME_SEEDS[1::4], positions[1::4], 103, Stream.DRAFT, "cpu"))
+    assert torch.equal(mixed[1::4], gumbel_of(EXTREME_SEEDS[1::4], positions[1::4], 103, Stream.DRAFT))
 
 
 @pytest.mark.parametrize("vary", ["seed", "position", "origin"])
@@ -366,8 +367,8 @@ def test_distribution(vary: str) -> None:
     count = 100_000
     index, zero = torch.arange(count), torch.zeros(count, dtype=torch.int64)
     seeds, positions, origins = (index if vary == name else zero for name in ("seed", "position", "origin"))
-    u = uniform(seeds, positions, Stream.ACCEPT, origins=origins)
-    g = gumbel(seeds, positions, 6, Stream.TARGET, "cpu", origins=origins).double()
+    u = uniform(row_keys(seeds, positions, Stream.ACCEPT, "cpu", origins=origins))
+    g = gumbel_of(seeds, positions, 6, Stream.TARGET, origins=origins).double()
     assert u.dtype is torch.float64
     assert scipy.stats.kstest(u.numpy(), "uniform", method="asymp").pvalue > 1e-6
     for column in g.unbind(1):

@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rayspec.model import noise
+
 _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_STEP: tl.constexpr = tl.constexpr(noise.STEP)
+_FACTOR: tl.constexpr = tl.constexpr(noise.FACTORS[0])
+_OTHER_FACTOR: tl.constexpr = tl.constexpr(noise.FACTORS[1])
+_SCALE: tl.constexpr = tl.constexpr(noise.SCALE)
+_OFFSET: tl.constexpr = tl.constexpr(noise.OFFSET)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tiles", "table_stride"])
@@ -322,6 +329,38 @@ def gate_columns(packed, output, row_stride, SIZE: tl.constexpr, BLOCK: tl.const
         # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
         slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     tl.store(output + row * SIZE + column, _as(_rounded(gate * tl.sigmoid(slope), output) * up, output), mask=inside)
+
+
+@triton.jit(do_not_specialize=["key_stride"])
+def gumbel_words(keys, output, key_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Make noise, see `rayspec.model.noise`. One program: BLOCK words of one row. Grid: (N, ceil(SIZE / 2 BLOCK))."""
+    row = tl.program_id(0).to(tl.int64)
+    at = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    state = _splitmix(tl.load(keys + row), tl.load(keys + key_stride + row))
+    word = _splitmix(state, at)
+    to = output + row * SIZE + 2 * at
+    tl.store(to, _gumbel_of(word), mask=2 * at < SIZE)
+    tl.store(to + 1, _gumbel_of(word >> 32), mask=2 * at + 1 < SIZE)
+
+
+@triton.jit
+def _splitmix(state, at):
+    word = state + (at + 1) * _STEP
+    word ^= (word >> 30) & (2**34 - 1)
+    word *= _FACTOR
+    word ^= (word >> 27) & (2**37 - 1)
+    word *= _OTHER_FACTOR
+    return word ^ ((word >> 31) & (2**33 - 1))
+
+
+@triton.jit
+def _gumbel_of(number):
+    size = (number & 0x7FFFFFFF).to(tl.float32) * _SCALE + _OFFSET
+    # log(1 + size), as exact as the logarithm where the sum is rounded: see Goldberg, "What every computer scientist
+    # should know about floating-point arithmetic", theorem 4
+    whole = 1.0 + size
+    log = tl.where(whole == 1.0, size, tl.log(whole) * (size / (whole - 1.0)))
+    return -tl.log(-log)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -27,6 +27,7 @@ _NUM_PROGRAMS = 512
 MAX_FEW_ROWS = 16
 # Columns of a matrix in full or in int8 are read in groups, too, though they share no scale.
 _FULL_GROUP, _INT8_GROUP = 64, 128
+_NOISE_WORDS = 512  # of a program, with the numbers of two tokens each
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,17 @@ def gated(packed: Tensor, activation: str) -> Call:
     options = {"num_warps": 4, "enable_fp_fusion": False}
     grid = (num_rows, _ceil_div(size, block))
     return Call(output, (Launch(kernels.gate_columns, grid, arguments, options),))
+
+
+def gumbel(keys: Tensor, vocab_size: int) -> Call:
+    output = keys.new_empty(keys.shape[1], vocab_size, dtype=torch.float32)
+    arguments = {
+        "keys": keys, "output": output, "key_stride": keys.stride(0), "SIZE": vocab_size, "BLOCK": _NOISE_WORDS,
+    }  # fmt: skip
+    # A fused multiply-add would round the numbers once where torch rounds twice.
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    grid = (keys.shape[1], _ceil_div(vocab_size, 2 * _NOISE_WORDS))
+    return Call(output, (Launch(kernels.gumbel_words, grid, arguments, options),))
 
 
 def choose_product_tile(*, num_rows: int, itemsize: int, weight_type: torch.dtype, group: int) -> ProductTile:

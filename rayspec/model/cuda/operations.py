@@ -50,6 +50,10 @@ def _rotated(packed: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, keys: Tens
     return packed.new_empty(len(packed), others[1], keys.shape[-1])
 
 
+def _noise(keys: Tensor, vocab_size: int) -> Tensor:
+    return keys.new_empty(keys.shape[1], vocab_size, dtype=torch.float32)
+
+
 def _gated(packed: Tensor, activation: str) -> Tensor:
     return packed.new_empty(len(packed), packed.shape[1] // 2)
 
@@ -59,6 +63,7 @@ rms_norm = _defined(reference.rms_norm, _like_first)
 rotate_and_write = _defined(reference.rotate_and_write, _rotated, writes=("keys", "values"))
 gated = _defined(reference.gated, _gated)
 product = _defined(reference.product, _nothing, writes=("output",))
+gumbel = _defined(reference.gumbel, _noise)
 
 
 _LEAST_CAPABILITY = (8, 0)  # tiles of the attention kernels do not fit into the shared memory of older GPUs

@@ -172,6 +172,8 @@ def cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         yield "rms_norm", "rms_norm", (random(3, shapes.hidden_size), random(shapes.hidden_size), 1e-6, offset)
     for activation in ("silu", "gelu_tanh"):
         yield f"gated, {activation}", "gated", (random(3, 2 * shapes.inner_size), activation)
+    noise_keys = torch.tensor([[0, 1, -1, 2**62 + 1, -(2**63)], [7 << 33, 1, 5, 3, 2**63 - 1]])
+    yield "gumbel", "gumbel", (noise_keys, 2**12 + 3)
     for heads, kv_heads, dim in dict.fromkeys(one[:3] for one in shapes.attention):
         slots, (keys, values) = torch.tensor([3, 1, 30]), random(2, kv_heads, 32, dim)
         for norms in ((None, None), (random(dim), random(dim))):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from rayspec.model import noise
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu_tanh": lambda gate: gelu(gate, approximate="tanh"),
@@ -193,3 +195,8 @@ def gated(packed: Tensor, activation: str) -> Tensor:
     """
     gate, up = packed.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
+
+
+def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
+    """Return the Gumbel noise of `rayspec.model.noise.gumbel`. On a GPU its last bits may differ."""
+    return noise.gumbel(keys, vocab_size).contiguous()

@@ -298,3 +298,12 @@ def test_places_in_a_few_pages_may_stand_for_positions() -> None:
     found = launches.attend(*arguments, SCALING, 0, 0.0, PAGE_SIZE, 1, 4 * PAGE_SIZE).run()
     expected = reference.attend(*arguments, SCALING, 0, 0.0, PAGE_SIZE, 1, 4 * PAGE_SIZE)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 1027])
+def test_noise(vocab_size: int) -> None:
+    """Extreme keys, and numbers for which 1 + size is rounded to 1."""
+    keys = torch.tensor([[0, 1, -1, 2**62 + 1, -(2**63), 7919], [0, 7 << 33, -1, 1, 2**63 - 1, 3]])
+    found = launches.gumbel(keys, vocab_size).run()
+    assert found is not None
+    torch.testing.assert_close(found, reference.gumbel(keys, vocab_size), rtol=0, atol=2e-6)
