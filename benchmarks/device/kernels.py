@@ -60,6 +60,7 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     yield "rotate_and_write", partial(_rotate_and_write, dtype)
     for activation in ("silu", "gelu_tanh"):
         yield f"gated, {activation}", partial(_gated, dtype, activation)
+    yield "gumbel", _gumbel
     for num_rows in (5, 40):
         yield f"product, {num_rows} rows", partial(_product, dtype, num_rows)
         yield f"product by int8, {num_rows} rows", partial(_int8_product, dtype, num_rows)
@@ -120,6 +121,10 @@ def _rotate_and_write(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _gated(dtype: torch.dtype, activation: str, device: torch.device) -> Tensor:
     return operations.gated(_random(dtype, device)(5, 512), activation)
+
+
+def _gumbel(device: torch.device) -> Tensor:
+    return operations.gumbel(torch.tensor([[1, -1, 2**62], [7 << 33, 5, 0]], device=device), 1001)
 
 
 def _product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:
