@@ -82,12 +82,31 @@ def _start() -> None:
     os.environ.setdefault("RAY_worker_niceness", "0")
     num_cpus = max(_MIN_LOCAL_CPUS, num_cores())
     try:
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+        with _own_groups():
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises this very class if its processes are too slow
         raise ClusterStartError(
             f"Ray could not start on this machine ({error}): remove the cause, or try again when the machine has less "
             "to do"
         ) from error
+
+
+@contextmanager
+def _own_groups() -> Iterator[None]:
+    """Put each process that Ray starts meanwhile into a process group of its own. A signal to the group of this one, as
+    of `kill %1`, would end them first; this process would then wait a minute for them. They end with this process in
+    any case, by the function that is replaced here."""
+    end_with_parent: Callable[[], None] = ray_utils.set_kill_on_parent_death_linux
+
+    def end_with_parent_in_group() -> None:
+        os.setpgid(0, 0)
+        end_with_parent()
+
+    ray_utils.set_kill_on_parent_death_linux = end_with_parent_in_group
+    try:
+        yield
+    finally:
+        ray_utils.set_kill_on_parent_death_linux = end_with_parent
 
 
 def forget_reserved_threads() -> None:

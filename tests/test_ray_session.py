@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import ray
-from ray._private import utils, worker
+from ray._private import services, utils, worker
 
 from rayspec.batch.ray_backend import idle_gpus
 from rayspec.config import EngineConfig
 from rayspec.pipeline.placement import sized
-from rayspec.ray_session import _signals_wait
+from rayspec.ray_session import _own_groups, _signals_wait
 from rayspec.serve.app import with_sizes
 from rayspec.serve.options import ServeOptions
 from tests.exhaustive import few_of
@@ -125,8 +125,19 @@ def test_workers_have_the_priority_of_the_process_that_starts_ray(ray_cluster: N
     assert ray.get(ray.remote(lambda: os.nice(0)).remote()) == os.nice(0)
 
 
-def test_ray_sets_its_handler_by_the_name_that_we_replace() -> None:
+def test_ray_calls_what_we_replace_by_these_names() -> None:
     assert "ray._private.utils.set_sigterm_handler(" in inspect.getsource(worker.init), "Ray has renamed it"
+    starts = inspect.getsource(services.start_ray_process)
+    assert "ray._private.utils.set_kill_on_parent_death_linux()" in starts, "Ray has renamed it"
+
+
+def test_processes_of_ray_have_groups_of_their_own() -> None:
+    """So a signal to the group of the command does not end Ray before it."""
+    with _own_groups():
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=utils.set_kill_on_parent_death_linux)  # noqa: PLW1509
+    with child:
+        assert os.getpgid(child.pid) == child.pid
+    assert utils.set_kill_on_parent_death_linux.__module__ == utils.__name__
 
 
 def test_a_signal_waits_for_the_end_of_the_block() -> None:
