@@ -155,8 +155,9 @@ class KnnSSD:
         return votes.most_common(1)[0][0] if votes else self._no_domain
 
     def _classify(self, name: str, ask: Ask) -> None:
-        """Ask for the feature of a sequence, or classify the sequence by the answer. If the captured token is gone or
-        the question failed, it has no domain. If the question was cancelled, it is asked again later."""
+        """Ask for the feature of a sequence, or classify the sequence by the answer. If the captured token is gone, the
+        question failed or the feature has no direction, it has no domain. If the question was cancelled, it is asked
+        again later."""
         asked = self._asked.pop(name, None) or ask(Feature(num_tokens=1), name)
         if asked is not None and not asked.done():
             self._asked[name] = asked
@@ -166,13 +167,22 @@ class KnnSSD:
         drafter = self._no_domain
         if asked is not None and (features := answer_of(asked)) is not None:
             assert isinstance(features, Values)
-            domain, distance = nearest(self._anchors, features.values)
-            plan = self._saved.of_domain(domain)
-            assert plan is not None
-            is_near = distance <= plan.radius
-            drafter = self._drafters.get(domain if is_near else ANY_DOMAIN, self._no_domain)
-            far = "" if is_near else ", too far"
-            self._last = (f"the last text began {distance:.3f} from {domain!r}{far}", drafter)
+            drafter = self._classified(features)
         self._drafter_by_sequence[name] = drafter
         if len(self._drafter_by_sequence) > _MAX_SEQUENCES:
             del self._drafter_by_sequence[next(iter(self._drafter_by_sequence))]
+
+    def _classified(self, features: Values) -> Strategy:
+        """Return the drafter of the text with this feature."""
+        try:
+            domain, distance = nearest(self._anchors, features.values)
+        except ValueError as error:
+            self._last = (f"the last text was not classified: {error}", self._no_domain)
+            return self._no_domain
+        plan = self._saved.of_domain(domain)
+        assert plan is not None
+        is_near = distance <= plan.radius
+        drafter = self._drafters.get(domain if is_near else ANY_DOMAIN, self._no_domain)
+        far = "" if is_near else ", too far"
+        self._last = (f"the last text began {distance:.3f} from {domain!r}{far}", drafter)
+        return drafter

@@ -115,6 +115,17 @@ def test_a_batch_has_the_plan_of_most_of_it_and_what_is_new_has_no_say() -> None
     assert texts.asked == list("abcdef")
 
 
+@pytest.mark.parametrize("feature", [[0.0, 0.0], [float("nan"), 1.0], [1.0, 0.0, 0.0]])
+def test_a_text_whose_feature_is_near_to_no_anchor_is_of_no_domain(feature: Sequence[float]) -> None:
+    """A final norm makes zeros of states that overflow, and the anchors of a file may have another length."""
+    knn, texts = _knn(LAW, CODE), _Texts({"a": feature, "b": NEAR_CODE})
+    _round(knn, texts, "a")
+    assert "the last text was not classified: " in knn.status
+    assert _round(knn, texts, "a") == ([], False, None)
+    _round(knn, texts, "b")
+    assert _skipped_for(knn, "b") == [5]
+
+
 def test_a_text_that_moved_is_looked_at_again_and_one_that_cannot_be_asked_is_of_no_domain() -> None:
     knn, texts = _knn(LAW, CODE), _Texts({"a": NEAR_LAW, "b": NEAR_CODE}, at_once=False)
     _round(knn, texts, "a")
