@@ -71,25 +71,29 @@ def load_pipeline(
         if not sizes.splits:
             raise
         return load_pipeline(config, with_tokenizer=with_tokenizer, shard_type=shard_type, why_whole=str(error))
-    replica, num_sublayers = stages.replica, stages.num_sublayers
-    first = replica.loaded["stage-0"]
-    if sizes.splits:
-        strategy = make_strategy(config, num_sublayers, latency, ways=stages.ways)
-    else:
-        problems = {each.problem: None for each in replica.loaded.values() if each.problem}
-        why = "; ".join([why_undivided, *problems])
-        strategy = copying_strategy(config, num_sublayers, latency if replica.cuts else None, why)
-    return make_engine(
-        config,
-        stages,
-        strategy,
-        info,
-        replica.cache_size,
-        window=window,
-        latency=latency,
-        dtype=first.dtype,
-        device="cuda" if blueprint.num_gpus else "cpu",
-    )
+    with ExitStack() as undo:
+        undo.callback(stages.shutdown)  # of refused options, or the shards keep their places
+        replica, num_sublayers = stages.replica, stages.num_sublayers
+        first = replica.loaded["stage-0"]
+        if sizes.splits:
+            strategy = make_strategy(config, num_sublayers, latency, ways=stages.ways)
+        else:
+            problems = {each.problem: None for each in replica.loaded.values() if each.problem}
+            why = "; ".join([why_undivided, *problems])
+            strategy = copying_strategy(config, num_sublayers, latency if replica.cuts else None, why)
+        engine = make_engine(
+            config,
+            stages,
+            strategy,
+            info,
+            replica.cache_size,
+            window=window,
+            latency=latency,
+            dtype=first.dtype,
+            device="cuda" if blueprint.num_gpus else "cpu",
+        )
+        undo.pop_all()
+    return engine
 
 
 def balanced_cut(

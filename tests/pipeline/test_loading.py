@@ -1,5 +1,6 @@
 """How layers are dealt to stages that turn out to be uneven."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,13 +9,32 @@ import torch
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.model.sizes import model_sizes, quantised_bytes
 from rayspec.model.weights import read_config
+from rayspec.pipeline import loading, placement
 from rayspec.pipeline.loading import _costs, _sizes, balanced_cut
 from rayspec.pipeline.replica import spans_of
 from rayspec.planning.latency import LatencyModel, Measurement
 from rayspec.planning.partition import Device, LayerCost, ModelCosts
-from tests.families import checkpoint
+from rayspec.types import ConfigError
+from tests.families import checkpoint, small_config
+from tests.strategy_cases import latency
 
 NUM_LAYERS = 12
+
+
+def test_shards_end_where_a_strategy_refuses_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a Ray that goes on they would keep their places."""
+    ended: list[str] = []
+    replica = SimpleNamespace(loaded={"stage-0": None})
+    stages = SimpleNamespace(
+        replica=replica, num_sublayers=8, ways=[["full", "skip"]] * 8, shutdown=lambda: ended.append("all")
+    )
+    monkeypatch.setattr(placement, "_runs_on_gpu", lambda config: False)
+    monkeypatch.setattr(loading, "_started", lambda blueprint: (stages, latency()))
+    speculation = {"strategy": "layerskip", "exit_layer": 9}
+    config = small_config(checkpoint("llama"), parallel={"stages": 2}, speculation=speculation)
+    with pytest.raises(ConfigError, match="exit_layer"):
+        loading.load_pipeline(config, with_tokenizer=False)
+    assert ended == ["all"]
 
 
 def cut_anew(latency: Any, spans: Any, gib_free: tuple[int, ...] = (100, 100, 100)) -> Any:
