@@ -38,6 +38,7 @@ T = TypeVar("T")
 
 # A pass that runs out of memory is not divided into passes of fewer rows than this.
 _LEAST_DIVIDED_ROWS = 64
+_MOST_THREADS = 4096  # as of the option
 # Rows from which on a pass has work for all cores: chunks of prompts, and plan searches.
 _MANY_ROWS = 64
 
@@ -62,7 +63,7 @@ class Threads:
 def asked_threads(option: int | None) -> int | None:
     """Return the number of threads that the option asks for, or else OMP_NUM_THREADS; None if neither does."""
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return option or (int(first) if first.isdigit() and int(first) > 0 else None)
+    return option or (int(first) if first.isdecimal() and 0 < int(first[:9]) <= _MOST_THREADS else None)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:

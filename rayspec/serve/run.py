@@ -51,6 +51,8 @@ class Address:
     @contextmanager
     def bound(self) -> Iterator[socket.socket]:
         """Yield a socket that is bound to this address and does not listen yet. Raises ConfigError."""
+        if not self.host.strip():  # the system would take all addresses
+            raise ConfigError(f"option 'host' is {self.host!r}: name an address; 0.0.0.0 stands for all")
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier connections may linger
