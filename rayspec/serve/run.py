@@ -19,6 +19,7 @@ from rayspec.demo import BUNDLED, local_path
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
 from rayspec.serve.app import bind_models, bind_runner, with_sizes
+from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import ServeOptions
@@ -87,6 +88,8 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
 
             for engine in engines:
                 load_config(engine.replace(model=local_path(engine.model)))  # finds errors before Ray starts
+        if options.batches is not None and _RAY_ADDRESS not in os.environ:
+            _check_folder(options.batches)
         with ray_session():
             if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
                 raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")
@@ -133,6 +136,19 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
         _wait_until(lambda: ingress.entry.num_under_way == 0, timeout_s=longest_s)
     for name in names:
         serve.delete(name)
+
+
+def _check_folder(name: str) -> None:
+    """Raise ConfigError for a folder of batches that cannot be written to."""
+    try:
+        lock = BatchStore.at(name).folder.join(".lock").lock()
+    except BlockingIOError:  # another server runs batches there: those of this one wait
+        return
+    except OSError as error:
+        problem = f"option 'batches' is {name!r}, which cannot be used ({error.strerror}): name another folder"
+        raise ConfigError(problem) from None
+    if lock is not None:
+        lock.close()
 
 
 def allowed_hosts(options: ServeOptions, address: Address) -> frozenset[str]:

@@ -40,6 +40,14 @@ def test_a_port_that_is_busy_before_or_meanwhile_is_named() -> None:
             pass
 
 
+def test_a_folder_of_batches_that_is_none_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "batches"):
+        result = CliRunner().invoke(app, ["serve", "demo", "--port", "0", "--batches", str(place)])
+        assert result.exit_code == 2
+        assert result.stderr.startswith(f"error: option 'batches' is '{place}', which cannot be used")
+
+
 def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "absent")])
