@@ -143,7 +143,9 @@ def bench_markdown(result: Mapping[str, Any]) -> str:
     for workload in workloads:
         lengths, rows = workload["prompt_tokens"], workload["results"]
         left_out = f", {workload['num_left_out']} longer ones left out" if workload["num_left_out"] else ""
-        prompts = f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens{left_out}."
+        of_one = f"1 prompt of {lengths[0]} tokens"
+        of_many = f"{len(lengths)} prompts of {min(lengths)} to {max(lengths)} tokens"
+        prompts = f"{of_one if len(lengths) == 1 else of_many}{left_out}."
         lines += ["", f"## {workload['name']}", "", prompts, ""]
         cells = [[cell(row) for _, cell in _COLUMNS] for row in rows]
         lines += [markdown_table([heading for heading, _ in _COLUMNS], cells, num_left=1)]

@@ -44,6 +44,7 @@ def test_the_page_has_all_speed_ups_in_one_table_and_the_best_in_bold() -> None:
     environment = {"hardware": "a machine", "threads": 2, "commit": "abc", "command": "rayspec bench", "date": "today"}
     options = {"engine": {"model": "m", "dtype": "auto"}, "widen": 8, "batch": 1, "max_tokens": 50, "repeats": 3}
     mixed = workload("mix-1-100", num_left_out=3)
+    single = workload("one-100", prompt_tokens=[100])
     result = {"environment": environment, "dtype": "float32", "options": options}
     lines = bench_markdown(result | {"workloads": [workload("summary-100"), mixed]}).splitlines()
     assert "`rayspec bench`" in lines
@@ -54,5 +55,6 @@ def test_the_page_has_all_speed_ups_in_one_table_and_the_best_in_bold() -> None:
     assert "| knapspec | **2.25x** (1.33 to 3.00) | **2.25x** (1.33 to 3.00) |" in lines
     assert "2 prompts of 90 to 100 tokens." in lines
     assert "2 prompts of 90 to 100 tokens, 3 longer ones left out." in lines
+    assert "1 prompt of 100 tokens." in bench_markdown(result | {"workloads": [single]}).splitlines()
     tables = [line for line in lines if line.startswith("| ")]
     assert {line.count("|") for line in tables} == {4, 12}
