@@ -27,6 +27,7 @@ _NOT_THE_REASON = (
     r"speculation is off for this model, which decodes plainly: ",
     r"drafts of this model are only copied or recycled tokens: ",
     r"^measuring how fast this machine .*",
+    r"^loading .*: [\d.]+ GiB become .*",
     r"^[\w.-]+: ",
     r" \((largest difference|by) [^)]*\)",
     r"of this model: ",
@@ -66,7 +67,8 @@ def supported(model: str | None) -> tuple[Supported, ...]:
     from rayspec.model.weights import read_config  # noqa: PLC0415
     from rayspec.ops.doctor.machine import check_model  # noqa: PLC0415
 
-    model_type = read_config(demo.local_path(model)).model_type
+    model = demo.local_path(model)
+    model_type = read_config(model).model_type
     row = next((row for row in rows if row.type == model_type), Supported(model_type, "", "unknown", ""))
     if check_model(model)[1] is None:
         note = "by its type, because its weights are not here"

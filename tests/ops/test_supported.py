@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from rayspec.cli import app
-from rayspec.ops.supported import read_table
+from rayspec.ops.supported import read_table, reason
 from tests.every_type import build
 
 
@@ -32,6 +32,9 @@ def test_all_types_popular_ones_first_and_the_rows_of_one_type(tmp_path: Path) -
 def test_a_checkpoint_is_loaded_if_its_weights_are_here_else_its_type_answers(tmp_path: Path) -> None:
     mamba, llama = (tmp_path / name for name in ("mamba", "llama"))
     build("mamba2").save_pretrained(mamba)
+    (bundled,) = rows(tmp_path, "demo")
+    assert (bundled["way"], bundled["why"]) == ("drafts", "")
+    assert reason(["loading a b.gguf: 0.09 GiB become 0.50 GiB in float32"]) == ""
     (loaded,) = rows(tmp_path, str(mamba))
     assert (loaded["type"], loaded["models"], loaded["way"]) == ("mamba2", "Mamba 2", "copies")
     assert loaded["why"].startswith("state of linear_attention layers cannot be cropped")
