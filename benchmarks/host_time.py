@@ -32,6 +32,7 @@ from rayspec.decode.stages import MAX_STEPS, LocalStages
 from rayspec.model import noise
 from rayspec.model.architecture import decompose
 from rayspec.model.attention import Rows
+from rayspec.model.cuda import operations
 from rayspec.model.graphs import CapturedGraph, StepGraphs, Work
 from rayspec.model.kv_cache import CacheSize, KVCache
 from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
@@ -98,7 +99,9 @@ class NoiseMadeBefore:
         self._numbers = noise.gumbel(torch.arange(2 * _NUM_NOISE_ROWS).view(2, -1), VOCAB_SIZE)
         self._first = 0
 
-    def __call__(self, keys: Tensor, vocab_size: int) -> Tensor:
+    cut_to_top_p = staticmethod(operations.cut_to_top_p)
+
+    def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
         self._first = (self._first + 1) % (_NUM_NOISE_ROWS - keys.shape[1])
         return self._numbers[self._first : self._first + keys.shape[1]]
 
@@ -146,7 +149,7 @@ def engine_of(parts: Decomposition, strategy: str, max_num_seqs: int) -> Engine:
     graphs.warm_up(decode_and_verify_buckets(max_num_seqs, config.speculation.max_draft_tokens))
     runner = Runner(parts, cache, device=device, row_counts=None, buffers=buffers, graphs=graphs)
     stages = LocalStages(runner, vocab_size=VOCAB_SIZE, verification="coupled", num_tap_tokens=config.num_tap_tokens)
-    stages.head.gumbel = NoiseMadeBefore()
+    stages.head.operators = NoiseMadeBefore()
     stages.head.draft_look_interval, stages.num_steps = _DRAFT_LOOK_INTERVAL, MAX_STEPS
     latency = ideal_latency(replace(_LLAMA_8B, num_layers=num_sublayers // 2), _H100)
     info = ModelInfo(vocab_size=VOCAB_SIZE, eos_token_ids=(), max_model_len=_MAX_MODEL_LEN)

@@ -29,6 +29,7 @@ _TRITON_TYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int8: "*i8",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -125,6 +126,7 @@ def row_launches(shape: Shape, dtype: torch.dtype = torch.bfloat16) -> list[Laun
         launches.rotate_and_write(packed, angles, angles, slots, cache, cache, shape.num_heads, norm, norm, 1e-6),
         launches.gated(_meta(num_rows, 7 * size, dtype=dtype), "silu"),
         launches.gumbel(_meta(2, num_rows, dtype=torch.int64), 128256),
+        launches.cut_to_top_p(_meta(num_rows, 128256, dtype=torch.float32), _meta(num_rows, 1, dtype=torch.float64)),
     ]
     return [launch for call in calls for launch in call.launches]
 

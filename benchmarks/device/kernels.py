@@ -61,6 +61,7 @@ def _operations(dtype: torch.dtype) -> Iterator[tuple[str, Operation]]:
     for activation in ("silu", "gelu_tanh"):
         yield f"gated, {activation}", partial(_gated, dtype, activation)
     yield "gumbel", _gumbel
+    yield "cut_to_top_p", _cut_to_top_p
     for num_rows in (5, 40):
         yield f"product, {num_rows} rows", partial(_product, dtype, num_rows)
         yield f"product by int8, {num_rows} rows", partial(_int8_product, dtype, num_rows)
@@ -125,6 +126,14 @@ def _gated(dtype: torch.dtype, activation: str, device: torch.device) -> Tensor:
 
 def _gumbel(device: torch.device) -> Tensor:
     return operations.gumbel(torch.tensor([[1, -1, 2**62], [7 << 33, 5, 0]], device=device), 1001)
+
+
+def _cut_to_top_p(device: torch.device) -> Tensor:
+    """Return the probabilities that are left: -inf has no difference."""
+    scores = _random(torch.float32, device)(3, 1001)
+    scores -= scores.amax(1, keepdim=True)
+    operations.cut_to_top_p(scores, torch.tensor([[0.9], [0.5], [0.99]], dtype=torch.float64, device=device))
+    return scores.exp()
 
 
 def _product(dtype: torch.dtype, num_rows: int, device: torch.device) -> Tensor:

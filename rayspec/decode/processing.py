@@ -15,9 +15,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rayspec.decode.runner import integers
+from rayspec.decode.runner import Operators, integers
 from rayspec.decode.work import SamplerSpec
 from rayspec.forms.grammar import Constraint
+from rayspec.model.cuda import reference
 from rayspec.types import InvalidTokenError
 
 
@@ -79,7 +80,6 @@ def _end(token_ids: Sequence[int], pending: Sequence[int], length: int) -> tuple
 
 _LARGEST = torch.finfo(torch.float32).max
 _MAX_UNCOUNTED = 16  # tokens; with more, `TokenSampler.commit` adds them to the counts
-_SHORTLISTS = (128, 2048)  # how many tokens top-p sorts first, before it sorts all
 
 
 class TokenSampler:
@@ -90,7 +90,10 @@ class TokenSampler:
     InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
     """
 
-    def __init__(self, spec: SamplerSpec, *, vocab_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, spec: SamplerSpec, *, vocab_size: int, device: torch.device | str, operators: Operators = reference
+    ) -> None:
+        self.operators = operators
         self.params = params = spec.params
         self.seed = spec.seed
         self.lookup = spec.lookup
@@ -241,8 +244,8 @@ def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
     Sampled rows are shifted so that their largest score is 0.
 
     A row with a finite score keeps at least one. The result for a row with NaN or +inf is undefined, but no error
-    occurs. With top_p the host synchronises once with the device. Raises InvalidTokenError for a token in `before` that
-    a penalty cannot count.
+    occurs. With top_p and without kernels the host synchronises once with the device. Raises InvalidTokenError for a
+    token in `before` that a penalty cannot count.
     """
     return changed(scores, changes_of(rows, len(scores), scores.device))
 
@@ -384,39 +387,7 @@ def _cut_to_top_k(scores: Tensor, rows: Sequence[LogitRow]) -> None:
 
 def _cut_to_top_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     top_p = _column([row.sampler.params.top_p for row in rows], scores, dtype=torch.float64)
-    total = scores.to(torch.float64).exp_().sum(1, keepdim=True)
-    scores.copy_(_nucleus(scores, top_p, total, _SHORTLISTS))
-
-
-def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, shortlists: Sequence[int]) -> Tensor:
-    """Return scores [n, V] with -inf beyond top_p. Of ties at the edge the lowest ids stay, on every device.
-
-    top_p, and total, the sum of the scores' exponentials: float64 [n, 1]. The first of `shortlists` is how many of the
-    best tokens are sorted. Rows whose sorted tokens do not reach top_p are repeated with the next.
-    """
-    num_ranked, *longer = *shortlists, scores.shape[1]
-    ranked, order = _ranked(scores, num_ranked)
-    mass = ranked.to(torch.float64).exp_().div_(total)
-    beyond = mass.cumsum(1).sub_(mass) >= top_p
-    beyond[:, 0] = False
-    kept = ranked.masked_fill(beyond, -math.inf)
-    cut = torch.full_like(scores, -math.inf).scatter_(1, order, kept)
-    if num_ranked < scores.shape[1]:
-        weakest = ranked.masked_fill(beyond, math.inf).amin(1)
-        left = (~(weakest > ranked[:, -1])).nonzero().squeeze(1)  # a tie of the weakest may not have been ranked
-        if len(left):
-            cut[left] = _nucleus(scores[left], top_p[left], total[left], longer[:-1])
-    return cut
-
-
-def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
-    """Return the best scores and their tokens, [n, num_ranked], best first and lowest id first among ties. Some ties
-    with the last score may be missing."""
-    if num_ranked >= scores.shape[1]:
-        return scores.sort(dim=1, descending=True, stable=True)
-    tokens = scores.topk(num_ranked, dim=1, sorted=False).indices.sort(dim=1).values
-    ranked, order = scores.gather(1, tokens).sort(dim=1, descending=True, stable=True)
-    return ranked, tokens.gather(1, order)
+    rows[0].sampler.operators.cut_to_top_p(scores, top_p)
 
 
 # The changes in their order, each with whether a sequence asks for it.

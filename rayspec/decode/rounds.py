@@ -51,10 +51,9 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.processing import TokenSampler, process
-from rayspec.decode.runner import Stopwatch, integers, queued_s, seconds
+from rayspec.decode.runner import Operators, Stopwatch, integers, queued_s, seconds
 from rayspec.decode.sampling import (
     Drafts,
-    Gumbel,
     Noise,
     PlainSteps,
     Rows,
@@ -84,6 +83,7 @@ from rayspec.decode.work import (
     num_rows,
 )
 from rayspec.forms.grammar import Grammars
+from rayspec.model.cuda import reference
 from rayspec.model.noise import gumbel, uniform
 from rayspec.planning.acceptance import DraftUntilFound
 from rayspec.types import Logprob
@@ -101,7 +101,7 @@ class Head:
     the samplers of the open sequences and the target's most likely tokens after tapped tokens.
 
     logits: maps [1, N, hidden_size] before the final norm to [N, V]. draft_logits: does so for drafts, for less; None:
-    `logits`. gumbel: makes the noise. draft_look_interval: draft steps between two copies of the drawn tokens to the
+    `logits`. operators: of sampling. draft_look_interval: draft steps between two copies of the drawn tokens to the
     host; it must be 1 if another process embeds the tokens. grammars: of a head that is not in the engine's process.
     drawn: the last drawn tokens, int64 [S], on the device.
     """
@@ -113,7 +113,7 @@ class Head:
         logits: Callable[[Tensor], Tensor],
         *,
         draft_logits: Callable[[Tensor], Tensor] | None = None,
-        gumbel: Gumbel = gumbel,
+        operators: Operators = reference,
         vocab_size: int,
         device: torch.device,
         verification: Verification,
@@ -126,7 +126,7 @@ class Head:
         self.stopwatch = Stopwatch.of(device)
         self.logits = logits
         self.draft_logits = draft_logits or logits
-        self.gumbel = gumbel
+        self.operators = operators
         self._vocab_size = vocab_size
         self._device = device
         self._num_taps = num_taps
@@ -138,7 +138,9 @@ class Head:
         form = spec.params.structured_outputs
         if form is not None and spec.constraint is None and self._grammars is not None:  # the engine's is elsewhere
             spec = replace(spec, constraint=self._grammars.constraint(form, len(spec.prompt_token_ids)))
-        self._samplers[spec.sequence_id] = TokenSampler(spec, vocab_size=self._vocab_size, device=self._device)
+        self._samplers[spec.sequence_id] = TokenSampler(
+            spec, vocab_size=self._vocab_size, device=self._device, operators=self.operators
+        )
 
     def close(self, sequence_id: str) -> None:
         del self._samplers[sequence_id]
@@ -277,7 +279,7 @@ def choose(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committe
     if not sampling:
         return [None] * len(chunks)
     rows = [Rows(head.sampler(chunk.sequence_id), at, ()) for at, chunk in enumerate(sampling)]
-    committed = iter(commit(logits, rows, verify_coupled(logits, rows, Noise(gumbel=head.gumbel))))
+    committed = iter(commit(logits, rows, verify_coupled(logits, rows)))
     return [next(committed) if chunk.sample else None for chunk in chunks]
 
 
@@ -287,7 +289,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         return (yield from _steps(work, head, samplers))
     started = head.stopwatch.mark()
     num_at_once = 1 + (head.draft_look_interval if drafting_entries(work.entries) else 0)
-    noise = Noise(samplers, num_at_once, head.gumbel)
+    noise = Noise(samplers, num_at_once)
     drafted = yield from draft(head, work, noise)
     drafted_at = head.stopwatch.mark()
     verify = _verify_pass(work, drafted.drafts, drafted.owners)
@@ -345,7 +347,7 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
     """Decode several tokens of each entry without a draft. Their passes follow one another on the device, and the host
     looks once, at the end: so it prepares each pass while the device runs the one before."""
     started = head.stopwatch.mark()
-    drawn, largest, steps = [], [], PlainSteps(samplers, work.num_steps, head.gumbel)
+    drawn, largest, steps = [], [], PlainSteps(samplers, work.num_steps)
     for ahead in range(work.num_steps):
         step = Pass(
             round_id=work.id,

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.errors import reason_of
-from rayspec.model import noise
 from rayspec.model.attention import Division, PackedRows, pack
-from rayspec.model.cuda import operations
+from rayspec.model.cuda import operations, reference
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.load_check import lack_of_memory
@@ -132,6 +131,13 @@ class PackedBatch:
         return sum(num_real for num_real, _ in self.buckets)
 
 
+class Operators(Protocol):
+    """Operations of sampling: `rayspec.model.cuda.reference` or `operations`."""
+
+    def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor: ...
+    def cut_to_top_p(self, scores: Tensor, top_p: Tensor) -> None: ...
+
+
 class Runner:
     """The model of this process with its cache. row_counts: limits the rows of decode passes, so that the bits of a row
     do not depend on the plan or on the batch.
@@ -176,10 +182,10 @@ class Runner:
         self._step = graphs or (StaticStep(parts, buffers) if buffers is not None else None)
         self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
 
-    def gumbel(self, keys: Tensor, vocab_size: int) -> Tensor:
-        """Return noise as `rayspec.model.noise.gumbel` does, by a kernel where passes run by kernels."""
-        make = noise.gumbel if self.buffers is None else operations.gumbel
-        return make(keys, vocab_size)
+    @property
+    def operators(self) -> Operators:
+        """The operators of sampling: kernels where passes run by kernels."""
+        return reference if self.buffers is None else operations
 
     @property
     def first_sublayer(self) -> int:

@@ -10,7 +10,7 @@ See `rayspec.model.noise`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -20,12 +20,10 @@ from torch import Tensor
 
 from rayspec.config import Verification
 from rayspec.decode.processing import LogitRow, RowsChange, TokenSampler, changed, changes_of, check_tokens, process
-from rayspec.decode.runner import integers
-from rayspec.model.noise import gumbel, gumbel_of_tokens
+from rayspec.decode.runner import Operators, integers
+from rayspec.model.noise import gumbel_of_tokens
 from rayspec.types import Logprob
 
-Gumbel = Callable[[Tensor, int], Tensor]
-"""Makes noise as `rayspec.model.noise.gumbel` does."""
 Integers = Sequence[int] | Tensor
 
 # The most numbers of noise that are computed ahead. If only the likeliest tokens may be sampled, a 16th of it.
@@ -67,7 +65,7 @@ def row_keys(
     return integers([*seeds, *own], device).view(2, -1)
 
 
-def noisy(scores: Tensor, keys: Tensor, gumbel: Gumbel = gumbel, *, winner_only: bool = True) -> Tensor:
+def noisy(scores: Tensor, keys: Tensor, operators: Operators, *, winner_only: bool = True) -> Tensor:
     """Return new scores: `scores` [N, V], float32, plus noise. keys: of `row_keys`.
 
     winner_only: on a CPU, tokens too unlikely to have the largest sum in their row may get no noise. Elsewhere the host
@@ -80,7 +78,7 @@ def noisy(scores: Tensor, keys: Tensor, gumbel: Gumbel = gumbel, *, winner_only:
             sums = scores.clone()
             sums[row, token] += gumbel_of_tokens(keys[:, row], token)
             return sums
-    return scores + gumbel(keys, scores.shape[1])
+    return scores + operators.gumbel(keys, scores.shape[1])
 
 
 class Rows(msgspec.Struct, frozen=True):
@@ -118,16 +116,14 @@ class Drafts:
 
 class Noise:
     """The target's noise in a round. A draft and its verify need the same numbers, so they are computed together, for
-    `num_at_once` positions of all `samplers` that are not greedy, if these are few enough. gumbel: a GPU's kernel, or
-    plain torch."""
+    `num_at_once` positions of all `samplers` that are not greedy, if these are few enough."""
 
-    def __init__(self, samplers: Sequence[TokenSampler] = (), num_at_once: int = 0, gumbel: Gumbel = gumbel) -> None:
+    def __init__(self, samplers: Sequence[TokenSampler] = (), num_at_once: int = 0) -> None:
         self._samplers = [sampler for sampler in samplers if not sampler.greedy]
         self._at = {sampler: at for at, sampler in enumerate(self._samplers)}
         params = [sampler.params for sampler in self._samplers]
         self._cuts = any(one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params)
         self._num_at_once = num_at_once
-        self._gumbel = gumbel
         self._known: Tensor | None = None  # float32 [depths * sequences, V]
 
     def added(self, scores: Tensor, stream: Stream, rows: Sequence[LogitRow], *, winner_only: bool = True) -> Tensor:
@@ -148,7 +144,8 @@ class Noise:
             scores.device,
             origins=[row.sampler.position for row in rows] if stream is Stream.DRAFT else None,
         )
-        sampled = noisy(scores if at is None else scores[at], keys, self._gumbel, winner_only=winner_only)
+        operators = rows[0].sampler.operators
+        sampled = noisy(scores if at is None else scores[at], keys, operators, winner_only=winner_only)
         return sampled if at is None else scores.index_copy(0, at, sampled)
 
     def of_steps(self, num_steps: int, like: Tensor) -> Tensor | None:
@@ -181,7 +178,8 @@ class Noise:
                 return None
             seeds = [sampler.seed for sampler in self._samplers] * len(new)
             positions = [sampler.position + depth for depth in new for sampler in self._samplers]
-            noise = self._gumbel(row_keys(seeds, positions, Stream.TARGET, like.device), like.shape[1])
+            keys = row_keys(seeds, positions, Stream.TARGET, like.device)
+            noise = self._samplers[0].operators.gumbel(keys, like.shape[1])
             self._known = noise if self._known is None else torch.cat((self._known, noise))
         return self._known
 
@@ -227,10 +225,10 @@ class PlainSteps:
     """Chooses tokens by plain decoding at `num_steps` positions of sequences that read no history, without the tokens
     between. Most preparations are made once."""
 
-    def __init__(self, samplers: Sequence[TokenSampler], num_steps: int, gumbel: Gumbel = gumbel) -> None:
+    def __init__(self, samplers: Sequence[TokenSampler], num_steps: int) -> None:
         self._is_argmax = all(sampler.is_argmax for sampler in samplers)
         self._reads_depth = any(sampler.reads_depth for sampler in samplers)
-        self._samplers, self._num_steps, self._noise = samplers, num_steps, Noise(samplers, num_steps, gumbel)
+        self._samplers, self._num_steps, self._noise = samplers, num_steps, Noise(samplers, num_steps)
         self._known: Tensor | None = None
         self._changes: Sequence[RowsChange] | None = None
 

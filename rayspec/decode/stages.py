@@ -423,7 +423,7 @@ class LocalStages(Stages):
         self.head = Head(
             runner.head,
             draft_logits=partial(runner.head, drafting=True),
-            gumbel=runner.gumbel,
+            operators=runner.operators,
             vocab_size=vocab_size,
             device=runner.device,
             verification=verification,

@@ -216,7 +216,7 @@ class Shard(Server):
             self.head = Head(
                 runner.head,
                 draft_logits=partial(runner.head, drafting=True),
-                gumbel=runner.gumbel,
+                operators=runner.operators,
                 vocab_size=self._blueprint.vocab_size,
                 device=self._device,
                 verification=config.speculation.verification,

@@ -28,6 +28,7 @@ from rayspec.decode.sampling import (
 )
 from rayspec.decode.work import DecodingParams
 from rayspec.model import noise
+from rayspec.model.cuda import reference
 from rayspec.model.noise import splitmix, uniform
 from rayspec.types import InvalidTokenError, Logprob
 from tests.decode import samplers
@@ -273,7 +274,7 @@ def test_a_batch_has_the_bits_of_its_rows(vocab_size: int) -> None:
 
 
 def test_top_p_with_ties_at_the_end_of_the_shortlist() -> None:
-    size = processing._SHORTLISTS[0]
+    size = reference._SHORTLISTS[0]
     for num_best, num_equal, top_p in [(size - 1, 5, 0.5), (size - 3, 9, 0.999), (0, 3 * size, 0.4), (1, size, 0.97)]:
         logits = torch.full((1, 6 * size), -9.0)
         logits[0, torch.randperm(6 * size)[:num_equal]] = 1.0

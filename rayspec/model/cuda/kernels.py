@@ -363,6 +363,68 @@ def _gumbel_of(number):
     return -tl.log(-log)
 
 
+@triton.jit
+def cut_rows_to_top_p(scores, top_p, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Forbid the tokens beyond top_p. One program: a row. Grid: (N,).
+
+    Non-negative float32 numbers are in the order of their bits. So 16 searches, of two bits each, find the size of the
+    weakest score that stays. Sums are of float32 for each place of a block, then of float64.
+    """
+    row = tl.program_id(0)
+    scores += row.to(tl.int64) * row_stride
+    place = tl.arange(0, BLOCK)
+    total, _, _ = _mass_up_to(scores, place, 0x7FFFFFFF, 0x7FFFFFFF, 0x7FFFFFFF, SIZE, BLOCK)
+    wanted = tl.load(top_p + row) * total
+    weakest = tl.full([], 0, tl.int32)
+    above = total * 0  # of tokens that are likelier than the weakest
+    for level in range(16):
+        shift = tl.maximum(29 - 2 * level, 0)
+        step = 1 << shift
+        bound = weakest + step - 1
+        first, second, third = _mass_up_to(scores, place, bound, bound + step, bound + 2 * step, SIZE, BLOCK)
+        if third < wanted:
+            weakest += 3 * step
+            above = third
+        elif second < wanted:
+            weakest += 2 * step
+            above = second
+        elif first < wanted:
+            weakest += step
+            above = first
+    each = tl.exp(-weakest.to(tl.float32, bitcast=True)).to(tl.float64)
+    num_weakest = tl.ceil((wanted - above) / each).to(tl.int32)
+    num_before = 0
+    for start in range(0, SIZE, BLOCK):
+        score = tl.load(scores + start + place, mask=start + place < SIZE, other=-float("inf"))
+        size = _size_of(score)
+        is_weakest = (size == weakest).to(tl.int32)
+        rank = num_before + tl.cumsum(is_weakest, 0) - is_weakest
+        is_beyond = (size > weakest) | ((size == weakest) & (rank >= num_weakest))
+        tl.store(scores + start + place, -float("inf"), mask=is_beyond & (start + place < SIZE))
+        num_before += tl.sum(is_weakest, 0)
+
+
+@triton.jit
+def _size_of(score):
+    return tl.abs(score).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _mass_up_to(scores, place, first, second, third, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sums of the exponentials of the scores whose sizes have at most these bits."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    second_sums, third_sums = sums, sums
+    for start in range(0, SIZE, BLOCK):
+        score = tl.load(scores + start + place, mask=start + place < SIZE, other=-float("inf"))
+        size, mass = _size_of(score), tl.exp(score)
+        sums += tl.where(size <= first, mass, 0.0)
+        second_sums += tl.where(size <= second, mass, 0.0)
+        third_sums += tl.where(size <= third, mass, 0.0)
+    return (
+        tl.sum(sums.to(tl.float64), 0), tl.sum(second_sums.to(tl.float64), 0), tl.sum(third_sums.to(tl.float64), 0),
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def product_tiles(
     output, rows, weight, scales, bias, num_rows, row_stride,

@@ -28,6 +28,7 @@ MAX_FEW_ROWS = 16
 # Columns of a matrix in full or in int8 are read in groups, too, though they share no scale.
 _FULL_GROUP, _INT8_GROUP = 64, 128
 _NOISE_WORDS = 512  # of a program, with the numbers of two tokens each
+_MOST_SCORES = 4096  # that a program reads at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +253,15 @@ def gumbel(keys: Tensor, vocab_size: int) -> Call:
     options = {"num_warps": 4, "enable_fp_fusion": False}
     grid = (keys.shape[1], _ceil_div(vocab_size, 2 * _NOISE_WORDS))
     return Call(output, (Launch(kernels.gumbel_words, grid, arguments, options),))
+
+
+def cut_to_top_p(scores: Tensor, top_p: Tensor) -> Call:
+    arguments = {
+        "scores": scores, "top_p": top_p, "row_stride": scores.stride(0), "SIZE": scores.shape[1],
+        "BLOCK": min(_MOST_SCORES, _padded(scores.shape[1])),
+    }  # fmt: skip
+    options = {"num_warps": 16, "enable_fp_fusion": False}
+    return Call(None, (Launch(kernels.cut_rows_to_top_p, (len(scores),), arguments, options),))
 
 
 def choose_product_tile(*, num_rows: int, itemsize: int, weight_type: torch.dtype, group: int) -> ProductTile:

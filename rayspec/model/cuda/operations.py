@@ -64,6 +64,7 @@ rotate_and_write = _defined(reference.rotate_and_write, _rotated, writes=("keys"
 gated = _defined(reference.gated, _gated)
 product = _defined(reference.product, _nothing, writes=("output",))
 gumbel = _defined(reference.gumbel, _noise)
+cut_to_top_p = _defined(reference.cut_to_top_p, _nothing, writes=("scores",))
 
 
 _LEAST_CAPABILITY = (8, 0)  # tiles of the attention kernels do not fit into the shared memory of older GPUs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -38,6 +39,7 @@ _LIMIT_S = 600.0
 _MARK = "rayspec probe: "
 # Largest difference, relative to the largest number of a row. A faulty kernel differs by about 1.
 _ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+_LEAST = -1e30  # in place of -inf, whose difference is no number
 _NUM_PAGES = 64
 # The reference would take seconds for longer contexts. Block table and splits are those of the longest all the same.
 _MOST_PLACES = 2**16
@@ -155,8 +157,9 @@ def find_fault(shapes: Shapes, say: Callable[[str], object] = lambda name: None)
         pairs = [(found, expected), *zip(on_device, arguments, strict=True)]  # it may have written to its arguments
         for one, other in pairs:
             if isinstance(one, Tensor):
-                largest = other.float().abs().amax(-1, keepdim=True).clamp(min=1e-3)
-                if not bool(((one.cpu().float() - other.float()).abs() <= allowed * largest).all()):
+                one, other = (each.cpu().float().clamp(min=_LEAST) for each in (one, other))  # noqa: PLW2901
+                largest = other.abs().amax(-1, keepdim=True).clamp(min=1e-3)
+                if not bool(((one - other).abs() <= allowed * largest).all()):
                     return Tried(f"{name} computes something else than plain PyTorch", is_kept=True)
     return Tried(None, is_kept=True)
 
@@ -174,6 +177,8 @@ def cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
         yield f"gated, {activation}", "gated", (random(3, 2 * shapes.inner_size), activation)
     noise_keys = torch.tensor([[0, 1, -1, 2**62 + 1, -(2**63)], [7 << 33, 1, 5, 3, 2**63 - 1]])
     yield "gumbel", "gumbel", (noise_keys, 2**12 + 3)
+    top_p = torch.tensor([[0.9], [0.5], [0.9899]], dtype=torch.float64)  # the edges are not between two tokens
+    yield "cut_to_top_p", "cut_to_top_p", (_scores(2**12 + 3), top_p)
     for heads, kv_heads, dim in dict.fromkeys(one[:3] for one in shapes.attention):
         slots, (keys, values) = torch.tensor([3, 1, 30]), random(2, kv_heads, 32, dim)
         for norms in ((None, None), (random(dim), random(dim))):
@@ -197,6 +202,13 @@ def cases(shapes: Shapes) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     for one in shapes.attention:
         for kind in _ROWS:
             yield f"attend, {kind}", "attend", _attention(one, kind, shapes.max_context, random)
+
+
+def _scores(vocab_size: int) -> Tensor:
+    """Return scores with equal ones and forbidden ones, of which a cut keeps a few, one and nearly all."""
+    token = torch.arange(vocab_size)
+    scores = torch.stack((-(token % 50) / 8, -50.0 * (token % vocab_size), -(token % 3) / 4))
+    return scores.masked_fill_(token % 7 == 6, -math.inf)
 
 
 def _attention(one: Attention, kind: str, longest: int, random: Callable[..., Tensor]) -> tuple[Any, ...]:

@@ -6,7 +6,8 @@ Sizes: N rows, C columns, H query heads, H_kv key heads, D numbers per head, S s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda gate: gelu(gate, approximate="tanh"),
 }
 
+_SHORTLISTS = (128, 2048)  # how many tokens `cut_to_top_p` sorts first, before it sorts all
 # Of the quarters of a group, and of the two columns of a quarter: [4, 1, 2].
 _LEVEL_BITS = torch.tensor([[4 * quarter, 4 * quarter + 16] for quarter in range(4)]).view(4, 1, 2)
 
@@ -200,3 +202,42 @@ def gated(packed: Tensor, activation: str) -> Tensor:
 def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
     """Return the Gumbel noise of `rayspec.model.noise.gumbel`. On a GPU its last bits may differ."""
     return noise.gumbel(keys, vocab_size).contiguous()
+
+
+def cut_to_top_p(scores: Tensor, top_p: Tensor) -> None:
+    """Forbid, by -inf in place, each token before which the likelier ones have top_p of the probability.
+
+    scores: float32 [N, V]; the largest of a row is 0, and -inf is allowed. top_p: float64 [N, 1], below 1. Of equally
+    likely tokens at the edge the lowest ids stay. Here, the host waits for the device.
+    """
+    total = scores.to(torch.float64).exp_().sum(1, keepdim=True)
+    scores.copy_(_nucleus(scores, top_p, total, _SHORTLISTS))
+
+
+def _nucleus(scores: Tensor, top_p: Tensor, total: Tensor, shortlists: Sequence[int]) -> Tensor:
+    """Return scores with -inf beyond top_p. total: the sum of the scores' exponentials, float64 [N, 1]. The first of
+    `shortlists` is how many of the best tokens are sorted. Rows whose sorted tokens do not reach top_p are repeated
+    with the next."""
+    num_ranked, *longer = *shortlists, scores.shape[1]
+    ranked, order = _ranked(scores, num_ranked)
+    mass = ranked.to(torch.float64).exp_().div_(total)
+    beyond = mass.cumsum(1).sub_(mass) >= top_p
+    beyond[:, 0] = False
+    kept = ranked.masked_fill(beyond, -math.inf)
+    cut = torch.full_like(scores, -math.inf).scatter_(1, order, kept)
+    if num_ranked < scores.shape[1]:
+        weakest = ranked.masked_fill(beyond, math.inf).amin(1)
+        left = (~(weakest > ranked[:, -1])).nonzero().squeeze(1)  # a tie of the weakest may not have been ranked
+        if len(left):
+            cut[left] = _nucleus(scores[left], top_p[left], total[left], longer[:-1])
+    return cut
+
+
+def _ranked(scores: Tensor, num_ranked: int) -> tuple[Tensor, Tensor]:
+    """Return the best scores and their tokens, [N, num_ranked], best first and lowest id first among ties. Some ties
+    with the last score may be missing."""
+    if num_ranked >= scores.shape[1]:
+        return scores.sort(dim=1, descending=True, stable=True)
+    tokens = scores.topk(num_ranked, dim=1, sorted=False).indices.sort(dim=1).values
+    ranked, order = scores.gather(1, tokens).sort(dim=1, descending=True, stable=True)
+    return ranked, tokens.gather(1, order)

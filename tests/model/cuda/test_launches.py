@@ -307,3 +307,20 @@ def test_noise(vocab_size: int) -> None:
     found = launches.gumbel(keys, vocab_size).run()
     assert found is not None
     torch.testing.assert_close(found, reference.gumbel(keys, vocab_size), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 50, 5000])
+@pytest.mark.parametrize("step", [0.0, 0.25], ids=["random", "equal ones"])
+def test_the_cut_to_top_p(vocab_size: int, step: float) -> None:
+    """Random scores, of which some are forbidden, and scores of which many are equal."""
+    generator = torch.Generator().manual_seed(vocab_size)
+    top_p = torch.tensor([0.9, 0.95, 0.5, 1e-9, 1 - 1e-9, 0.1], dtype=torch.float64).unsqueeze(1)
+    scores = 4 * torch.randn(len(top_p), vocab_size, generator=generator)
+    scores = (scores / step).round() * step if step else scores
+    scores[:, 1::5] = -math.inf
+    scores[4] *= 30
+    scores -= scores.amax(1, keepdim=True)
+    expected = scores.clone()
+    reference.cut_to_top_p(expected, top_p)
+    launches.cut_to_top_p(scores, top_p).run()
+    assert torch.equal(scores, expected)
