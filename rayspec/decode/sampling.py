@@ -26,7 +26,7 @@ from rayspec.types import Logprob
 
 Integers = Sequence[int] | Tensor
 
-# The most numbers of noise that are computed ahead. If only the likeliest tokens may be sampled, a 16th of it.
+# The most numbers of noise that are computed ahead. On a CPU, a 16th of it if only the likeliest tokens may be sampled.
 _MOST_AHEAD, _MOST_AHEAD_ELSEWHERE = 1 << 18, 1 << 26
 _SPREAD = 27.0  # more than the width of the Gumbel noise's range (-2.9, 22.2), plus rounding
 
@@ -172,7 +172,7 @@ class Noise:
         first = 0 if self._known is None else len(self._known) // size
         if self._known is None or num_depths > first:
             new = range(first, max(first + self._num_at_once, num_depths))
-            most = (_MOST_AHEAD if like.device.type == "cpu" else _MOST_AHEAD_ELSEWHERE) >> 4 * self._cuts
+            most = _MOST_AHEAD >> 4 * self._cuts if like.device.type == "cpu" else _MOST_AHEAD_ELSEWHERE
             is_wasteful = len(new) * size > 2 * self._num_at_once * num_rows
             if is_wasteful or new.stop * size * like.shape[1] > most:
                 return None

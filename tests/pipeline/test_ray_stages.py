@@ -36,7 +36,6 @@ from rayspec.strategies.by_name import make_strategy
 from tests import every_type
 from tests.demo_model import EOS, demo_parts, demo_prompts, demo_tokenizer
 from tests.engines import complete, engine_with, finish, requests_for, tokens_of
-from tests.exhaustive import few_of
 from tests.families import Cases, cases, checkpoint, greedy, parts_of, ragged_prompts, small_config
 from tests.pipeline.loop import NUM_LAYERS, TravellingPlans, plant_copies
 from tests.schemas import PERSON
@@ -411,7 +410,8 @@ def test_a_node_is_lost_and_the_driver_just_ends(ray_environment: None, tmp_path
 
 
 # The second looks as if it splits, until its loaded layers are checked. Layers of the third read its embeddings.
-@pytest.mark.parametrize("family", few_of(["qwen3_next", "phimoe", "gemma4"], ["phimoe"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["qwen3_next", "phimoe", "gemma4"])
 def test_a_model_that_does_not_split_copies_in_stages(family: str, tmp_path: Path) -> None:
     """`test_whole_stages.py` has stages of such models that die."""
     every_type.build(family).save_pretrained(tmp_path)
