@@ -39,6 +39,8 @@ _BEYOND = 512
 _NUM_REPEATS = 5
 _NUM_PROFILED = 20  # steps
 _ACCEPTANCE = (0.8, 0.9, 0.95)
+_GREEDY = SamplingParams(temperature=0.0, max_tokens=_BEYOND, ignore_eos=True)
+_SAMPLED = _GREEDY.replace(temperature=0.6, top_p=0.9, seed=0)  # as Llama 3 recommends
 # The static strategy skips these middle sublayers of the bundled model's 32.
 _SKIPPED = (13, 15, 16, 17, 18, 19, 21)
 
@@ -74,9 +76,12 @@ def time_shape(
             )  # fmt: skip
         for batch, context in cells:
             read = num_bytes + batch * context * shape.num_layers * shape.kv_bytes_per_token
-            times, busy_ms, kernels = _step_ms(engine, _prompts(shape, batch, context), num_steps)
+            prompts = _prompts(shape, batch, context)
+            times, busy_ms, kernels = _step_ms(engine, prompts, num_steps)
+            sampled, _, of_sampled = _step_ms(engine, prompts, num_steps, _SAMPLED)
             found[batch, context] |= {
                 "step_ms": median(times), "fastest_ms": min(times), "slowest_ms": max(times),
+                "sampled_ms": median(sampled), "kernels_sampled": of_sampled,
                 "floor_ms": read / bytes_per_s * 1e3, "busy_ms": busy_ms, "kernels": kernels,
             }  # fmt: skip
             say(
@@ -92,8 +97,9 @@ def time_shape(
         tables=[_shape_table(found)],
         counted=f"{shape.name} with random weights, {options.torch_dtype}; the device reads "
         f"{bytes_per_s / 1e9:.0f} GB/s. A step is one token of each sequence: the median of {_NUM_REPEATS} runs of "
-        f"{num_steps} steps, prefill left out; in brackets the fastest and the slowest run. The floor reads weights, "
-        "keys and values once. Busy: the time of a step in which a GPU runs kernels.",
+        f"{num_steps} steps, prefill left out; in brackets the fastest and the slowest run. Sampled: at temperature "
+        f"{_SAMPLED.temperature} with top_p {_SAMPLED.top_p}. The floor reads weights, keys and values once. Busy: the "
+        "time of a step in which a GPU runs kernels.",
     )  # fmt: skip
 
 
@@ -404,7 +410,7 @@ def _run_rounds(engine: Engine, prompts: Sequence[list[int]], plans: Sequence[Pl
     """Run rounds by these plans in turn, after some that capture graphs."""
     turns = _Turns(plans)
     before = engine.replace_strategy(turns)
-    with _decoding(engine, prompts):
+    with _decoding(engine, prompts, _GREEDY):
         while turns.num_chosen < 12 * len(plans):
             engine.step()
         turns.taken.clear()
@@ -415,10 +421,9 @@ def _run_rounds(engine: Engine, prompts: Sequence[list[int]], plans: Sequence[Pl
 
 
 @contextmanager
-def _decoding(engine: Engine, prompts: Sequence[list[int]]) -> Iterator[None]:
+def _decoding(engine: Engine, prompts: Sequence[list[int]], params: SamplingParams) -> Iterator[None]:
     """Let all prompts decode at once; end them afterwards."""
     for at, prompt in enumerate(prompts):
-        params = SamplingParams(temperature=0.0, max_tokens=_BEYOND, ignore_eos=True)
         engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
     before = engine.stats.num_generated_tokens
     while engine.stats.num_generated_tokens < before + 12 * len(prompts):
@@ -430,7 +435,7 @@ def _decoding(engine: Engine, prompts: Sequence[list[int]]) -> Iterator[None]:
 
 
 def _step_ms(
-    engine: Engine, prompts: Sequence[list[int]], num_steps: int
+    engine: Engine, prompts: Sequence[list[int]], num_steps: int, params: SamplingParams = _GREEDY
 ) -> tuple[list[float], float | None, dict[str, float]]:
     """Return the milliseconds of a plain step in each run, when all sequences decode; and of one in which a GPU is
     busy, with the longest kernels."""
@@ -443,7 +448,7 @@ def _step_ms(
         return (time.perf_counter() - started) / made * len(prompts) * 1e3
 
     busy_ms, kernels = None, dict[str, float]()
-    with _decoding(engine, prompts):
+    with _decoding(engine, prompts, params):
         times = [step_ms(num_steps) for _ in range(_NUM_REPEATS)]
         if engine.config.device.startswith("cuda"):
             first = engine.stats.num_generated_tokens
@@ -493,7 +498,8 @@ def _shape_table(found: Mapping[tuple[int, int], Mapping[str, float]]) -> Table:
         rows.append(
             [
                 str(batch), f"{context:,}", f"{step:.2f} ({cell['fastest_ms']:.2f} to {cell['slowest_ms']:.2f})",
-                f"{batch / step * 1e3:,.0f}", "-" if (busy := cell["busy_ms"]) is None else f"{busy:.2f}",
+                f"{batch / step * 1e3:,.0f}", f"{cell['sampled_ms']:.2f}",
+                "-" if (busy := cell["busy_ms"]) is None else f"{busy:.2f}",
                 f"{floor:.2f}", f"{floor / step:.0%}",
                 "-" if generate is None else f"{generate:.2f}", "-" if generate is None else f"{generate / step:.2f}x",
             ]
@@ -504,6 +510,7 @@ def _shape_table(found: Mapping[tuple[int, int], Mapping[str, float]]) -> Table:
             "context",
             "step, ms",
             "tokens/s",
+            "sampled, ms",
             "busy, ms",
             "floor, ms",
             "of bandwidth",
