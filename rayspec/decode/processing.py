@@ -231,7 +231,7 @@ class TokenSampler:
         return integers(sorted(token for token in token_ids if 0 <= token < self.vocab_size), self.device)
 
 
-class LogitRow(msgspec.Struct, frozen=True):
+class LogitRow(msgspec.Struct, frozen=True, gc=False):
     """Row `at` of a packed logits tensor. before: the tokens between the committed tokens and the row's token."""
 
     at: int

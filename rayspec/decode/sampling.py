@@ -81,7 +81,7 @@ def noisy(scores: Tensor, keys: Tensor, operators: Operators, *, winner_only: bo
     return scores + operators.gumbel(keys, scores.shape[1])
 
 
-class Rows(msgspec.Struct, frozen=True):
+class Rows(msgspec.Struct, frozen=True, gc=False):
     """Rows start .. start + len(pending) of a packed logits tensor, all of one sequence. Row 0 predicts the token after
     the committed tokens, and row j + 1 the token after pending[j]. parents: for each pending token, the earlier row
     that it follows; empty for a chain."""
