@@ -630,7 +630,7 @@ class Job:
         due = {name for name in names if not (folder.is_merged and folder.location.join(name).exists)}
         config, title = folder.manifest.extra.get("config", {}), self.name.capitalize()
         with folder.naming_output():
-            if self.export is not None and not due.isdisjoint(self.export_names):
+            if self.export is not None and not (folder.is_merged and due.isdisjoint(self.export_names)):
                 self.export(folder.parts.rows, folder.location)
             if not due.isdisjoint(REPORT_NAMES):
                 pages = report_pages(report, config=config, title=title, price=self.options.price)
