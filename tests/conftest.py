@@ -16,6 +16,10 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The processes of the tests run the code of this checkout, also where another one is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH")])
+)
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     # The processes of the tests import torch, transformers and Ray again and again. Compiling those takes most of the
     # time of a start, so what is compiled is kept, here instead of beside the sources.
