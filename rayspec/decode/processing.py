@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
+from itertools import compress
 
 import msgspec
 import torch
@@ -231,15 +232,22 @@ class TokenSampler:
         return integers(sorted(token for token in token_ids if 0 <= token < self.vocab_size), self.device)
 
 
-class LogitRow(msgspec.Struct, frozen=True, gc=False):
-    """Row `at` of a packed logits tensor. before: the tokens between the committed tokens and the row's token."""
+class LogitRows(msgspec.Struct, frozen=True):
+    """Some rows of a packed logits tensor: where they are, and whose. befores: the tokens between the committed tokens
+    and the row's token. depths: their number. befores may be empty where a sampler does not `reads_history`."""
 
-    at: int
-    sampler: TokenSampler
-    before: Sequence[int]
+    at: Sequence[int]
+    samplers: Sequence[TokenSampler]
+    depths: Sequence[int]
+    befores: Sequence[Sequence[int]]
+
+    def only(self, wanted: Sequence[bool]) -> LogitRows:
+        """Return the rows that are wanted."""
+        at, samplers = list(compress(self.at, wanted)), list(compress(self.samplers, wanted))
+        return LogitRows(at, samplers, list(compress(self.depths, wanted)), list(compress(self.befores, wanted)))
 
 
-def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
+def process(scores: Tensor, rows: LogitRows) -> Tensor:
     """Change these rows of `scores`, float32 [N, V], from raw to processed logits in place, and return `scores`.
     Sampled rows are shifted so that their largest score is 0.
 
@@ -250,16 +258,20 @@ def process(scores: Tensor, rows: Sequence[LogitRow]) -> Tensor:
     return changed(scores, changes_of(rows, len(scores), scores.device))
 
 
-def changes_of(rows: Sequence[LogitRow], num_rows: int, device: torch.device) -> list[RowsChange]:
+def changes_of(rows: LogitRows, num_rows: int, device: torch.device) -> list[RowsChange]:
     """Return what `process` does with these rows of scores [num_rows, V]."""
-    asked, changes = frozenset[_Change]().union(*(row.sampler.changes for row in rows)), list[RowsChange]()
+    of_sampler = {sampler: sampler.changes for sampler in set(rows.samplers)}
+    asked = frozenset[_Change]().union(*of_sampler.values())
+    of_all, in_order = asked.intersection(*of_sampler.values()), list(range(num_rows))
+    changes = list[RowsChange]()
     for change in _CHANGES:
-        is_due = _DUE.get(change)
-        if change in asked and (
-            due := [row for row in rows if change in row.sampler.changes and (is_due is None or is_due(row))]
-        ):
-            where = [row.at for row in due]
-            changes.append((change, due, None if where == list(range(num_rows)) else integers(where, device)))
+        if change not in asked:
+            continue
+        due = rows if change in of_all else rows.only([change in of_sampler[one] for one in rows.samplers])
+        if (is_due := _DUE.get(change)) is not None:
+            due = due.only(list(map(is_due, due.samplers, due.depths)))
+        if due.at:
+            changes.append((change, due, None if due.at == in_order else integers(due.at, device)))
     return changes
 
 
@@ -282,24 +294,24 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
         raise InvalidTokenError(f"{name} holds token {bad[0]}: give tokens from 0 to {vocab_size - 1}")
 
 
-_Change = Callable[[Tensor, Sequence[LogitRow]], None]  # changes scores [n, V] in place
-RowsChange = tuple[_Change, Sequence[LogitRow], Tensor | None]  # with the rows, and where they are if not in order
+_Change = Callable[[Tensor, LogitRows], None]  # changes scores [n, V] in place
+RowsChange = tuple[_Change, LogitRows, Tensor | None]  # with the rows, and where they are if not in order
 
 
-def _leave_allowed(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    others = [row.sampler.others for row in rows if row.sampler.others is not None]
+def _leave_allowed(scores: Tensor, rows: LogitRows) -> None:
+    others = [sampler.others for sampler in rows.samplers if sampler.others is not None]
     scores.masked_fill_(torch.stack(others), -math.inf)
 
 
-def _keep_form(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+def _keep_form(scores: Tensor, rows: LogitRows) -> None:
     """Forbid tokens that would break the form of the output."""
     by_constraint: dict[int, tuple[Constraint, list[int]]] = {}
-    for at, row in enumerate(rows):
-        if (constraint := row.sampler.constraint) is not None:
+    for at, sampler in enumerate(rows.samplers):
+        if (constraint := sampler.constraint) is not None:
             by_constraint.setdefault(id(constraint), (constraint, []))[1].append(at)
     where, words = list[int](), list[Tensor]()
     for constraint, of_sequence in by_constraint.values():
-        masks = constraint.masks([rows[at].before for at in of_sequence])
+        masks = constraint.masks([rows.befores[at] for at in of_sequence])
         if masks is not None:
             where += of_sequence
             words.append(masks)
@@ -307,7 +319,7 @@ def _keep_form(scores: Tensor, rows: Sequence[LogitRow]) -> None:
         return
     bits = torch.cat(words).to(scores.device).unsqueeze(2) & _bits_of_word(scores.device)
     forbidden = (bits == 0).flatten(1)[:, : scores.shape[1]]
-    if where == list(range(len(rows))):
+    if where == list(range(len(rows.at))):
         scores.masked_fill_(forbidden, -math.inf)
     else:
         index = integers(where, scores.device)
@@ -319,22 +331,25 @@ def _bits_of_word(device: torch.device) -> Tensor:
     return torch.tensor([1 << bit for bit in range(31)] + [-(1 << 31)], dtype=torch.int32, device=device)
 
 
-def _add_biases(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    found = [row.sampler.biased.after(row.sampler.token_ids, row.before) for row in rows]
+def _add_biases(scores: Tensor, rows: LogitRows) -> None:
+    pairs = zip(rows.samplers, rows.befores, strict=True)
+    found = [sampler.biased.after(sampler.token_ids, before) for sampler, before in pairs]
     where = _places(
-        [(at, row.sampler.bias_ids) for at, row in enumerate(rows)],
+        [(at, sampler.bias_ids) for at, sampler in enumerate(rows.samplers)],
         [(at, token) for at, each in enumerate(found) for token, _ in each],
         scores.device,
     )
     more = _column([bias for each in found for _, bias in each], scores).squeeze(1)
-    scores.index_put_(where, torch.cat([*(row.sampler.biases for row in rows), more]), accumulate=True)
+    scores.index_put_(where, torch.cat([*(sampler.biases for sampler in rows.samplers), more]), accumulate=True)
 
 
-def _forbid(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+def _forbid(scores: Tensor, rows: LogitRows) -> None:
     """Forbid tokens, except in rows that have no other token."""
+    always = map(TokenSampler.always_forbidden, rows.samplers, rows.depths)
+    after = map(TokenSampler.forbidden_after, rows.samplers, rows.befores)
     where = _places(
-        [(at, part) for at, row in enumerate(rows) for part in row.sampler.always_forbidden(len(row.before))],
-        [(at, token) for at, row in enumerate(rows) for token in row.sampler.forbidden_after(row.before)],
+        [(at, part) for at, parts in enumerate(always) for part in parts],
+        [(at, token) for at, tokens in enumerate(after) for token in tokens],
         scores.device,
     )
     masked = scores.index_put(where, scores.new_tensor(-math.inf))
@@ -342,19 +357,19 @@ def _forbid(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     scores.copy_(torch.where(nothing_left, scores, masked))
 
 
-def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+def _penalise(scores: Tensor, rows: LogitRows) -> None:
     """Apply the repetition penalty of CTRL (Keskar et al., 2019) over prompt and output, and OpenAI's presence and
     frequency penalties over the output. Finite scores stay finite."""
-    counts = torch.stack([row.sampler.counts for row in rows])
-    tokens = [[*row.sampler.uncounted, *row.before] for row in rows]
+    counts = torch.stack([sampler.counts for sampler in rows.samplers])
+    tokens = [[*sampler.uncounted, *before] for sampler, before in zip(rows.samplers, rows.befores, strict=True)]
     flat = [token for each in tokens for token in each]
     check_tokens("pending", flat, counts.shape[1])
     owners = [index for index, each in enumerate(tokens) for _ in each]
     where = integers([*owners, *flat], counts.device).view(2, -1)
     counts.index_put_((where[0], where[1]), counts.new_ones(()), accumulate=True)
     is_in_output = counts > 0
-    is_repeated = torch.stack([row.sampler.is_in_prompt for row in rows]).logical_or_(is_in_output)
-    params = [row.sampler.params for row in rows]
+    is_repeated = torch.stack([sampler.is_in_prompt for sampler in rows.samplers]).logical_or_(is_in_output)
+    params = [sampler.params for sampler in rows.samplers]
     repetition = _column([min(max(one.repetition_penalty, 1e-30), 1e30) for one in params], scores)
     scaled = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-_LARGEST, _LARGEST)
     scores.copy_(torch.where(is_repeated & scores.isfinite(), scaled, scores))
@@ -362,32 +377,36 @@ def _penalise(scores: Tensor, rows: Sequence[LogitRow]) -> None:
     scores.sub_(_column([one.presence_penalty for one in params], scores) * is_in_output)
 
 
-def _force(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    forced = [(at, row.sampler.forced_after(len(row.before))) for at, row in enumerate(rows)]
+def _force(scores: Tensor, rows: LogitRows) -> None:
+    forced = enumerate(map(TokenSampler.forced_after, rows.samplers, rows.depths))
     where = _places([(at, tokens) for at, tokens in forced if tokens is not None], (), scores.device)
     scores.fill_(-math.inf).index_put_(where, scores.new_tensor(0.0))
 
 
-def _scale(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+def _scale(scores: Tensor, rows: LogitRows) -> None:
     """Divide by the temperature, after a shift to a maximum of 0 so that no temperature causes an overflow."""
-    scores.sub_(scores.amax(1, keepdim=True)).div_(_column([row.sampler.params.temperature for row in rows], scores))
+    scores.sub_(scores.amax(1, keepdim=True))
+    temperatures = [sampler.params.temperature for sampler in rows.samplers]
+    if temperatures.count(1) < len(temperatures):
+        scores.div_(_column(temperatures, scores))
 
 
-def _cut_to_min_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    scores.masked_fill_(scores < _column([math.log(row.sampler.params.min_p) for row in rows], scores), -math.inf)
+def _cut_to_min_p(scores: Tensor, rows: LogitRows) -> None:
+    least = _column([math.log(sampler.params.min_p) for sampler in rows.samplers], scores)
+    scores.masked_fill_(scores < least, -math.inf)
 
 
-def _cut_to_top_k(scores: Tensor, rows: Sequence[LogitRow]) -> None:
+def _cut_to_top_k(scores: Tensor, rows: LogitRows) -> None:
     """Keep the top k scores and all ties with the k-th, as vLLM and transformers do."""
-    counts = [row.sampler.params.top_k for row in rows]
+    counts = [sampler.params.top_k for sampler in rows.samplers]
     last = integers(counts, scores.device).unsqueeze(1) - 1
     weakest = scores.topk(max(counts), dim=1).values.gather(1, last)
     scores.masked_fill_(scores < weakest, -math.inf)
 
 
-def _cut_to_top_p(scores: Tensor, rows: Sequence[LogitRow]) -> None:
-    top_p = _column([row.sampler.params.top_p for row in rows], scores, dtype=torch.float64)
-    rows[0].sampler.operators.cut_to_top_p(scores, top_p)
+def _cut_to_top_p(scores: Tensor, rows: LogitRows) -> None:
+    top_p = _column([sampler.params.top_p for sampler in rows.samplers], scores, dtype=torch.float64)
+    rows.samplers[0].operators.cut_to_top_p(scores, top_p)
 
 
 # The changes in their order, each with whether a sequence asks for it.
@@ -404,9 +423,9 @@ _CHANGES: Mapping[_Change, Callable[[TokenSampler], bool]] = {
     _cut_to_top_p: lambda sampler: not sampler.greedy and sampler.params.top_p < 1,
 }
 # Of some changes, the rows of such a sequence that are changed.
-_DUE: Mapping[_Change, Callable[[LogitRow], bool]] = {
-    _forbid: lambda row: row.sampler.forbids(len(row.before)),
-    _force: lambda row: row.sampler.forced_after(len(row.before)) is not None,
+_DUE: Mapping[_Change, Callable[[TokenSampler, int], bool]] = {
+    _forbid: TokenSampler.forbids,
+    _force: lambda sampler, depth: sampler.forced_after(depth) is not None,
 }
 
 

@@ -60,6 +60,7 @@ from rayspec.decode.sampling import (
     Stream,
     draft_tokens,
     finite_rows,
+    logit_rows,
     row_keys,
     target_tokens,
     top_logprobs,
@@ -600,7 +601,7 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
         if given is not None:
             draft_rows[row.start : row.start + len(given)] = range(num_dense, num_dense + len(given))
             num_dense += len(given)
-    scores = process(logits.to(torch.float32, copy=True), [each for row in rows for each in row.logit_rows()])
+    scores = process(logits.to(torch.float32, copy=True), logit_rows(rows))
     dense = [given for given in draft_logits if given is not None]
     lengths = [len(row.pending) for row in rows]
     samplers = [row.sampler for row in rows]

@@ -10,16 +10,18 @@ See `rayspec.model.noise`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
 import msgspec
 import torch
 from torch import Tensor
 
 from rayspec.config import Verification
-from rayspec.decode.processing import LogitRow, RowsChange, TokenSampler, changed, changes_of, check_tokens, process
+from rayspec.decode.processing import LogitRows, RowsChange, TokenSampler, changed, changes_of, check_tokens, process
 from rayspec.decode.runner import Operators, integers
 from rayspec.model.noise import gumbel_of_tokens
 from rayspec.types import Logprob
@@ -28,6 +30,7 @@ Integers = Sequence[int] | Tensor
 
 # The most numbers of noise that are computed ahead. On a CPU, a 16th of it if only the likeliest tokens may be sampled.
 _MOST_AHEAD, _MOST_AHEAD_ELSEWHERE = 1 << 18, 1 << 26
+_POSITION_BITS = 33  # a key's position begins at this bit
 _SPREAD = 27.0  # more than the width of the Gumbel noise's range (-2.9, 22.2), plus rounding
 
 
@@ -59,9 +62,10 @@ def row_keys(
     """
     others = [0] * len(positions) if origins is None else origins
     if isinstance(stream, Tensor) or isinstance(seeds, Tensor) or isinstance(positions, Tensor):
-        places = integers(positions, device) << 33 | integers(others, device) << 2 | stream
+        places = integers(positions, device) << _POSITION_BITS | integers(others, device) << 2 | stream
         return torch.stack((integers(seeds, device), places))
-    own = [position << 33 | int(origin) << 2 | stream for position, origin in zip(positions, others, strict=True)]
+    both = zip(positions, others, strict=True)
+    own = [position << _POSITION_BITS | origin << 2 | stream for position, origin in both]
     return integers([*seeds, *own], device).view(2, -1)
 
 
@@ -95,11 +99,25 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
     def end(self) -> int:
         return self.start + len(self.pending) + 1
 
-    def logit_rows(self) -> list[LogitRow]:
-        before: list[Sequence[int]] = [self.pending[:at] for at in range(len(self.pending) + 1)]
+    def befores(self) -> list[Sequence[int]]:
+        """Return the pending tokens that each row follows."""
+        befores: list[Sequence[int]] = [self.pending[:at] for at in range(len(self.pending) + 1)]
         for at, parent in enumerate(self.parents):
-            before[at + 1] = (*before[parent], self.pending[at])
-        return [LogitRow(self.start + at, self.sampler, each) for at, each in enumerate(before)]
+            befores[at + 1] = (*befores[parent], self.pending[at])
+        return befores
+
+
+def logit_rows(rows: Sequence[Rows]) -> LogitRows:
+    """Return all rows of these sequences."""
+    at, samplers, depths, befores = list[int](), list[TokenSampler](), list[int](), list[Sequence[int]]()
+    for row in rows:
+        num_rows = len(row.pending) + 1
+        at += range(row.start, row.start + num_rows)
+        samplers += [row.sampler] * num_rows
+        reads = row.parents or row.sampler.reads_history
+        befores += (of_row := row.befores()) if reads else [()] * num_rows
+        depths += map(len, of_row) if reads else range(num_rows)
+    return LogitRows(at, samplers, depths, befores)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,25 +144,26 @@ class Noise:
         self._num_at_once = num_at_once
         self._known: Tensor | None = None  # float32 [depths * sequences, V]
 
-    def added(self, scores: Tensor, stream: Stream, rows: Sequence[LogitRow], *, winner_only: bool = True) -> Tensor:
+    def added(self, scores: Tensor, stream: Stream, rows: LogitRows, *, winner_only: bool = True) -> Tensor:
         """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled. winner_only: see
         `noisy`."""
-        rows = [row for row in rows if not row.sampler.greedy]
-        if not rows:
+        if any(greedy := [sampler.greedy for sampler in rows.samplers]):
+            rows = rows.only([not one for one in greedy])
+        if not rows.at:
             return scores
         known = self._of(rows, scores) if stream is Stream.TARGET else None
-        places = [row.at for row in rows]
-        at = None if places == list(range(len(scores))) else integers(places, scores.device)
+        at = None if rows.at == list(range(len(scores))) else integers(rows.at, scores.device)
         if known is not None:
             return scores + known if at is None else scores.index_add(0, at, known)
+        begins = [sampler.position for sampler in rows.samplers]
         keys = row_keys(
-            [row.sampler.seed for row in rows],
-            [row.sampler.position + len(row.before) for row in rows],
+            [sampler.seed for sampler in rows.samplers],
+            list(map(operator.add, begins, rows.depths)),
             stream,
             scores.device,
-            origins=[row.sampler.position for row in rows] if stream is Stream.DRAFT else None,
+            origins=begins if stream is Stream.DRAFT else None,
         )
-        operators = rows[0].sampler.operators
+        operators = rows.samplers[0].operators
         sampled = noisy(scores if at is None else scores[at], keys, operators, winner_only=winner_only)
         return sampled if at is None else scores.index_copy(0, at, sampled)
 
@@ -154,15 +173,15 @@ class Noise:
         known = self._up_to(num_steps - 1, len(like), like) if len(self._samplers) == len(like) else None
         return None if known is None else known[: num_steps * len(like)].view(num_steps, *like.shape)
 
-    def _of(self, rows: Sequence[LogitRow], like: Tensor) -> Tensor | None:
+    def _of(self, rows: LogitRows, like: Tensor) -> Tensor | None:
         """Return the noise of each row, float32 [n, V]; None if it costs less to compute only a part of it. like:
         scores [N, V]."""
-        size, depths, samplers = len(self._samplers), [len(row.before) for row in rows], [row.sampler for row in rows]
-        if (known := self._up_to(max(depths), len(rows), like)) is None:
+        size, depths = len(self._samplers), rows.depths
+        if (known := self._up_to(max(depths), len(depths), like)) is None:
             return None
-        if samplers == self._samplers and depths.count(depths[0]) == size:
+        if rows.samplers == self._samplers and depths.count(depths[0]) == size:
             return known[depths[0] * size : (depths[0] + 1) * size]
-        places = [depth * size + self._at[one] for depth, one in zip(depths, samplers, strict=True)]
+        places = [depth * size + self._at[one] for depth, one in zip(depths, rows.samplers, strict=True)]
         return known[integers(places, like.device)]
 
     def _up_to(self, depth: int, num_rows: int, like: Tensor) -> Tensor | None:
@@ -176,12 +195,18 @@ class Noise:
             is_wasteful = len(new) * size > 2 * self._num_at_once * num_rows
             if is_wasteful or new.stop * size * like.shape[1] > most:
                 return None
-            seeds = [sampler.seed for sampler in self._samplers] * len(new)
-            positions = [sampler.position + depth for depth in new for sampler in self._samplers]
-            keys = row_keys(seeds, positions, Stream.TARGET, like.device)
+            seeds, begins = [one.seed for one in self._samplers], [one.position for one in self._samplers]
+            first_keys = row_keys(seeds, begins, Stream.TARGET, like.device).unsqueeze(1)
+            keys = (first_keys + _later_positions(new, like.device)).flatten(1)
             noise = self._samplers[0].operators.gumbel(keys, like.shape[1])
             self._known = noise if self._known is None else torch.cat((self._known, noise))
         return self._known
+
+
+@lru_cache(maxsize=64)
+def _later_positions(depths: range, device: torch.device) -> Tensor:
+    """Return what makes a key of `row_keys` that of so many positions later: int64 [2, D, 1]."""
+    return integers([0] * len(depths) + [depth << _POSITION_BITS for depth in depths], device).view(2, -1, 1)
 
 
 def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> Tensor:
@@ -189,7 +214,7 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = No
     the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
         return logits.argmax(-1)
-    own = _changed(rows)
+    own = logit_rows([row for row in rows if not row.sampler.is_argmax])
     scores = process(logits.to(torch.float32, copy=True), own)
     return (noise or Noise()).added(scores, Stream.TARGET, own).argmax(-1)
 
@@ -210,15 +235,17 @@ def draft_tokens(
     if all(row.sampler.is_argmax for row in rows):
         scores = logits.to(torch.float32)
         best = scores.max(-1)
-        return Drafts(best.indices, _confidence(scores, best.values), None, _ranked(scores, num_ranked))
+        confidence = _confidence(scores - best.values.unsqueeze(-1))
+        return Drafts(best.indices, confidence, None, _ranked(scores, num_ranked))
     coupled = verification == "coupled"
-    histories = [LogitRow(at, row.sampler, row.pending) for at, row in enumerate(rows)]
-    scores = process(logits.to(torch.float32, copy=True), histories)
+    pending = [row.pending for row in rows]
+    last = LogitRows(list(range(len(rows))), [row.sampler for row in rows], list(map(len, pending)), pending)
+    scores = process(logits.to(torch.float32, copy=True), last)
     stream = Stream.TARGET if coupled else Stream.DRAFT
-    drawn = (noise or Noise()).added(scores, stream, histories, winner_only=num_ranked == 0)
-    return Drafts(
-        drawn.argmax(-1), _confidence(scores, scores.amax(-1)), None if coupled else scores, _ranked(drawn, num_ranked)
-    )
+    drawn = (noise or Noise()).added(scores, stream, last, winner_only=num_ranked == 0)
+    is_shifted = not any(sampler.greedy for sampler in last.samplers)
+    confidence = _confidence(scores if is_shifted else scores - scores.amax(-1, keepdim=True))
+    return Drafts(drawn.argmax(-1), confidence, None if coupled else scores, _ranked(drawn, num_ranked))
 
 
 class PlainSteps:
@@ -246,12 +273,9 @@ class PlainSteps:
             return scores.add_(self._known[ahead]).argmax(-1)
         return self._noise.added(scores, Stream.TARGET, self._rows(ahead)).argmax(-1)
 
-    def _rows(self, ahead: int) -> list[LogitRow]:
-        return [LogitRow(at, sampler, (0,) * ahead) for at, sampler in enumerate(self._samplers)]
-
-
-def _changed(rows: Sequence[Rows]) -> list[LogitRow]:
-    return [each for row in rows if not row.sampler.is_argmax for each in row.logit_rows()]
+    def _rows(self, ahead: int) -> LogitRows:
+        count = len(self._samplers)
+        return LogitRows(list(range(count)), self._samplers, [ahead] * count, [()] * count)
 
 
 def finite_rows(logits: Tensor) -> Tensor:
@@ -277,9 +301,9 @@ def top_logprobs(logits: Tensor, token_ids: Sequence[int], k: int) -> list[dict[
     return [{int(token): Logprob(logprob=value, rank=int(rank)) for token, value, rank in row} for row in table]
 
 
-def _confidence(scores: Tensor, best: Tensor) -> Tensor:
-    """Return the probability of the best score of each row. best: [N]."""
-    return (scores - best.unsqueeze(-1)).exp_().sum(-1).reciprocal()
+def _confidence(scores: Tensor) -> Tensor:
+    """Return the probability of the best score of each row, which is 0."""
+    return scores.exp().sum(-1).reciprocal()
 
 
 def _ranked(scores: Tensor, num_ranked: int) -> Tensor | None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rayspec.decode.processing import LogitRow, TokenSampler, process
+from rayspec.decode.processing import LogitRows, TokenSampler, process
 from rayspec.decode.requests import SequenceState
 from rayspec.decode.sampling import Integers, Rows, row_keys, target_tokens
 from rayspec.decode.work import DecodingParams, SamplerSpec
@@ -51,7 +51,8 @@ def sampler_of(
 
 def processed(sampler: TokenSampler, logits: Tensor, pending: Sequence[int], *, first: int = 0) -> Tensor:
     """The logits that the sequence samples from, [m, V]. Row j follows the committed tokens and pending[:first + j]."""
-    rows = [LogitRow(at, sampler, pending[: first + at]) for at in range(len(logits))]
+    befores = [pending[: first + at] for at in range(len(logits))]
+    rows = LogitRows(list(range(len(logits))), [sampler] * len(logits), list(map(len, befores)), befores)
     return process(logits.to(torch.float32, copy=True), rows)
 
 

@@ -22,6 +22,7 @@ from rayspec.decode.sampling import (
     Rows,
     Stream,
     draft_tokens,
+    logit_rows,
     row_keys,
     target_tokens,
     top_logprobs,
@@ -267,8 +268,7 @@ def test_a_batch_has_the_bits_of_its_rows(vocab_size: int) -> None:
                 tokens[at] = (want[at] if params.greedy else want[at] + noise).argmax()
         before = logits.clone()
         chance.shuffle(rows)
-        each = [one for row in rows for one in row.logit_rows()]
-        assert torch.equal(processing.process(logits.to(torch.float32, copy=True), each), want)
+        assert torch.equal(processing.process(logits.to(torch.float32, copy=True), logit_rows(rows)), want)
         assert torch.equal(target_tokens(logits, rows), tokens)
         assert torch.equal(logits, before)
 
