@@ -142,7 +142,7 @@ class Noise:
         params = [sampler.params for sampler in self._samplers]
         self._cuts = any(one.top_p < 1 or one.top_k > 0 or one.min_p > 0 for one in params)
         self._num_at_once = num_at_once
-        self._known: Tensor | None = None  # float32 [depths * sequences, V]
+        self._known: Tensor | None = None  # float32 [sequences, depths, V]
 
     def added(self, scores: Tensor, stream: Stream, rows: LogitRows, *, winner_only: bool = True) -> Tensor:
         """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled. winner_only: see
@@ -171,7 +171,7 @@ class Noise:
         """Return the noise of the tokens after 0 to `num_steps - 1` more tokens of all sequences, float32 [num_steps,
         S, V]; None as in `_of`, and if one is greedy. like: scores [S, V]."""
         known = self._up_to(num_steps - 1, len(like), like) if len(self._samplers) == len(like) else None
-        return None if known is None else known[: num_steps * len(like)].view(num_steps, *like.shape)
+        return None if known is None else known[:, :num_steps].transpose(0, 1)
 
     def _of(self, rows: LogitRows, like: Tensor) -> Tensor | None:
         """Return the noise of each row, float32 [n, V]; None if it costs less to compute only a part of it. like:
@@ -179,16 +179,19 @@ class Noise:
         size, depths = len(self._samplers), rows.depths
         if (known := self._up_to(max(depths), len(depths), like)) is None:
             return None
+        num_depths = known.shape[1]
         if rows.samplers == self._samplers and depths.count(depths[0]) == size:
-            return known[depths[0] * size : (depths[0] + 1) * size]
-        places = [depth * size + self._at[one] for depth, one in zip(depths, rows.samplers, strict=True)]
-        return known[integers(places, like.device)]
+            return known[:, depths[0]]
+        if depths == size * list(range(num_depths)) and rows.samplers[::num_depths] == self._samplers:
+            return known.flatten(0, 1)
+        places = [self._at[one] * num_depths + depth for depth, one in zip(depths, rows.samplers, strict=True)]
+        return known.flatten(0, 1)[integers(places, like.device)]
 
     def _up_to(self, depth: int, num_rows: int, like: Tensor) -> Tensor | None:
         size, num_depths = len(self._samplers), depth + 1
         if not size:
             return None
-        first = 0 if self._known is None else len(self._known) // size
+        first = 0 if self._known is None else self._known.shape[1]
         if self._known is None or num_depths > first:
             new = range(first, max(first + self._num_at_once, num_depths))
             most = _MOST_AHEAD >> 4 * self._cuts if like.device.type == "cpu" else _MOST_AHEAD_ELSEWHERE
@@ -196,17 +199,16 @@ class Noise:
             if is_wasteful or new.stop * size * like.shape[1] > most:
                 return None
             seeds, begins = [one.seed for one in self._samplers], [one.position for one in self._samplers]
-            first_keys = row_keys(seeds, begins, Stream.TARGET, like.device).unsqueeze(1)
-            keys = (first_keys + _later_positions(new, like.device)).flatten(1)
-            noise = self._samplers[0].operators.gumbel(keys, like.shape[1])
-            self._known = noise if self._known is None else torch.cat((self._known, noise))
+            keys = row_keys(seeds, begins, Stream.TARGET, like.device).unsqueeze(2) + _later_positions(new, like.device)
+            noise = self._samplers[0].operators.gumbel(keys.flatten(1), like.shape[1]).view(size, len(new), -1)
+            self._known = noise if self._known is None else torch.cat((self._known, noise), 1)
         return self._known
 
 
 @lru_cache(maxsize=64)
 def _later_positions(depths: range, device: torch.device) -> Tensor:
-    """Return what makes a key of `row_keys` that of so many positions later: int64 [2, D, 1]."""
-    return integers([0] * len(depths) + [depth << _POSITION_BITS for depth in depths], device).view(2, -1, 1)
+    """Return what makes a key of `row_keys` that of so many positions later: int64 [2, 1, D]."""
+    return integers([0] * len(depths) + [depth << _POSITION_BITS for depth in depths], device).view(2, 1, -1)
 
 
 def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> Tensor:
