@@ -67,6 +67,13 @@ def install_adapters(parts: Decomposition, folders: Mapping[str, str], *, first:
                 body.adapters[number] = own
 
 
+def matrices_of_adapters(parts: Decomposition) -> list[Tensor]:
+    """Return the matrices of all adapters of a model or span."""
+    bodies = [sublayer.body for sublayer in parts.sublayers if isinstance(sublayer.body, FusedLayer)]
+    both = [product for body in bodies for pair in body.adapters.values() for product in pair]
+    return [matrix for product in both if product is not None for matrix in product]
+
+
 def _taken(
     sublayer: Sublayer, products: dict[tuple[int, str], tuple[Tensor, Tensor]], parts: Decomposition
 ) -> tuple[LowRank | None, LowRank | None]:

@@ -14,6 +14,7 @@ import re
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -24,7 +25,7 @@ import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -439,6 +440,21 @@ def weights_fingerprint(config: EngineConfig) -> str:
                     digest.update(content.read(_BLOCK_BYTES))
     except OSError as error:
         raise CheckpointError(f"model {config.model!r}: its weights cannot be read: {error}") from error
+    return digest.hexdigest()[:16]
+
+
+_NUM_SAMPLES = 64  # of each tensor
+
+
+def tensors_fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Return 16 hexadecimal digits that identify tensors: a hash over evenly spaced numbers of each. Tensors on the
+    meta device, and those of other classes, are left out."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        if type(tensor) is Tensor and tensor.device.type != "meta" and tensor.numel():
+            flat = tensor.flatten()
+            some = flat[:: -(-len(flat) // _NUM_SAMPLES)].contiguous().cpu()
+            digest.update(some.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -15,7 +15,7 @@ from rayspec.pipeline.server import COORDINATOR, stage_name
 from rayspec.pipeline.shard import Blueprint, Loaded, rank_name
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.partition import Device, partition
-from rayspec.types import RayspecError
+from rayspec.types import CheckpointError, RayspecError
 
 
 class Replica:
@@ -119,6 +119,11 @@ class Replica:
                 for process, meeting_place in zip(starting, meeting_places, strict=True)
             ]
             for process, loaded in zip(starting, wait_for(loading, timeout_s), strict=True):
+                if self.loaded.get(process.name, loaded).weights != loaded.weights:
+                    raise CheckpointError(
+                        f"{process.name} loaded other weights than the shard before it: the files of model "
+                        f"{blueprint.config.model!r}, or of an adapter, have changed meanwhile; load the model again"
+                    )
                 self.loaded[process.name] = loaded
             if not self.cache_size.num_slots:
                 wait_for([process.ask("rehearse") for process in starting], timeout_s)

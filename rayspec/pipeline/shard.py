@@ -36,10 +36,11 @@ from rayspec.decode.stages import SpanRunner, out_of_memory
 from rayspec.decode.work import Pass, Prefill, Result, TapsGoneError, Work
 from rayspec.errors import TransportError
 from rayspec.forms.grammar import Grammars
+from rayspec.model.adapters import matrices_of_adapters
 from rayspec.model.architecture import decompose
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.sublayers import Decomposition
-from rayspec.model.weights import load_tokenizer, resolve_device
+from rayspec.model.weights import load_tokenizer, resolve_device, tensors_fingerprint
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import node_address
 from rayspec.pipeline.ranks import LeadingSpan, follow
@@ -91,9 +92,10 @@ def rank_name(stage: int, rank: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A shard whose weights are loaded. ways: choices by which drafts may run each of its sublayers. cuts: how a model
-    that does not split takes rows back. problem: why it cannot."""
+    that does not split takes rows back. problem: why it cannot. weights: fingerprint of the weights and adapters."""
 
     dtype: str
+    weights: str
     ways: Sequence[Sequence[Choice]] = ()
     cuts: Cuts | None = None
     problem: str = ""
@@ -158,6 +160,7 @@ class Shard(Server):
         config = self._config
         # Ranks share a stage's files in CPU memory, and each moves its share of the weights to its device.
         model = load_weights(config if meeting_place is None else config.replace(device="cpu"), layers=layers)
+        weights = tensors_fingerprint(model.state_dict().values())
 
         def split(parts: Decomposition) -> Decomposition:
             if meeting_place is None:
@@ -170,6 +173,7 @@ class Shard(Server):
         self._parts, self._offloaded, _ = prepare_span(config, model, decompose(model, layers=layers), split)
         return Loaded(
             dtype=str(self._parts.dtype).removeprefix("torch."),
+            weights=weights + tensors_fingerprint(matrices_of_adapters(self._parts)),
             ways=ways_of(self._parts, choices_here(config, self._parts)),
         )
 

@@ -16,7 +16,7 @@ from rayspec.decode.whole_model import WholeSpan, whole_head, whole_script
 from rayspec.decode.work import Pass, Result, Work
 from rayspec.model.kv_cache import CacheSize
 from rayspec.model.passing import as_stage
-from rayspec.model.weights import num_layers
+from rayspec.model.weights import num_layers, tensors_fingerprint
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.server import ENGINE
 from rayspec.pipeline.shard import Loaded, Shard
@@ -32,13 +32,15 @@ class WholeShard(Shard):
         self._num_layers = len(layers)
         with_embedding = self._blueprint.costs.embedding_everywhere
         model = load_weights(self._config, layers=layers, with_embedding=with_embedding)
+        weights = tensors_fingerprint(model.state_dict().values())
         as_stage(model, layers)
         threads = Threads.of_all_passes(torch.get_num_threads())
         self.span = WholeSpan(model, threads=threads, is_last=self._is_last)
         if self.stage:
             check_received(model)
         problem = self.span.find_cuts() if self._config.speculation.strategy in COPYING else ""
-        return Loaded(dtype=str(model.dtype).removeprefix("torch."), cuts=self.span.cuts, problem=problem)
+        dtype = str(model.dtype).removeprefix("torch.")
+        return Loaded(dtype=dtype, weights=weights, cuts=self.span.cuts, problem=problem)
 
     def rehearse(self) -> None:
         """Do nothing: the part of the memory that caches get leaves enough for a pass."""

@@ -197,7 +197,7 @@ class LoopShard(Shard):
     def _load(self, layers: range, meeting_place: str | None) -> Loaded:
         self._offloaded = None
         self._parts = span_parts(self._config.model, layers.start, layers.stop, self.quantised)
-        return Loaded(dtype="float32")
+        return Loaded(dtype="float32", weights="")
 
     def rehearse(self) -> None:
         pass
@@ -280,6 +280,8 @@ class LoopProcess:
     def kill(self) -> None:
         self.loop.lose(self.name)
         self.reason = f"{self.name} was killed"
+
+    discard = kill
 
 
 class LoopBundles:

@@ -1,10 +1,13 @@
 """A shard's inbox, and its ranks' common step."""
 
 import heapq
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from rayspec.config import EngineConfig
 from rayspec.decode.runner import Runner
@@ -20,7 +23,7 @@ from rayspec.pipeline.server import ENGINE, NewEpoch
 from rayspec.pipeline.shard import Shard
 from rayspec.pipeline.transport import Received, Secret
 from rayspec.types import no_draft
-from tests.families import checkpoint, parts_of
+from tests.families import changed_checkpoint, checkpoint, parts_of
 from tests.pipeline.loop import blueprint_of
 
 PREFILL = Begin(work=Prefill(id=1, chunks=[Chunk("a", RowSpan(one_run(0, 1000), 0, 1), [1], sample=True)]))
@@ -31,9 +34,11 @@ def a_pass(*, fixed_shape: bool, round_id: int = 1) -> Pass:
     return Pass(round_id=round_id, token_ids=[1], rows=[RowSpan(one_run(0, 1000), 0, 1)], fixed_shape=fixed_shape)
 
 
-def shard(rank: int = 0, tensor: int = 1) -> Shard:
+def shard(rank: int = 0, tensor: int = 1, model: str | None = None, **options: Any) -> Shard:
     parallel: Any = {"stages": 2, "tensor": tensor}
-    config = EngineConfig(model=checkpoint("llama"), device="cpu", dtype="float32", parallel=parallel)
+    config = EngineConfig(
+        model=model or checkpoint("llama"), device="cpu", dtype="float32", parallel=parallel, **options
+    )
     return Shard(blueprint_of(config, CacheSize(64), Shard), Secret(), 0, rank)
 
 
@@ -135,3 +140,29 @@ def test_running_out_of_memory_puts_ranks_out_of_step(pair: Any, monkeypatch: py
     monkeypatch.setattr(leader.runner, "run", full)
     with pytest.raises(RanksOutOfStepError, match="allocate memory"):
         leader.run(a_pass(fixed_shape=True))
+
+
+def test_a_shard_states_which_weights_and_adapters_it_has_loaded(tmp_path: Path) -> None:
+    def scaled(name: str, factor: float) -> str:
+        def change(tensors: dict[str, torch.Tensor]) -> None:
+            tensors["model.layers.0.mlp.down_proj.weight"] *= factor
+
+        return str(changed_checkpoint("llama", tmp_path / name, change))
+
+    def adapter(name: str, seed: int) -> dict[str, str]:
+        torch.manual_seed(seed)
+        config = LoraConfig(target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        base = AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+        get_peft_model(base, config).save_pretrained(tmp_path / name)
+        return {"a": str(tmp_path / name)}
+
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"model": scaled("other", 1.001)},
+        {"lora_modules": adapter("one", 1)},
+        {"lora_modules": adapter("two", 2)},
+    ]
+    found = [shard(**options).load(((0, 4), (4, 8)), None).weights for options in kinds]
+    assert len(set(found)) == 4
+    again = {"model": scaled("same", 1.0)}, {"lora_modules": adapter("again", 1)}
+    assert [shard(**options).load(((0, 4), (4, 8)), None).weights for options in again] == [found[0], found[2]]

@@ -139,6 +139,21 @@ def test_a_lack_of_memory_in_a_stage_fails_one_sequence(hybrid: str, stage: int)
         run.require_clean()
 
 
+def test_a_shard_is_not_replaced_by_one_with_other_weights(tmp_path: Path) -> None:
+    model: Any = every_type.build("cohere2")
+    model.save_pretrained(tmp_path)
+    with loop_engine(str(tmp_path), 2, splits=False, max_restarts=2) as run:
+        expected = tokens_of(complete(run.engine, prompts(), GREEDY))
+        run.replica.kill(stage_name(1))
+        assert tokens_of(complete(run.engine, prompts(), GREEDY)) == expected
+        with torch.no_grad():
+            model.model.layers[-1].mlp.down_proj.weight.mul_(1.001)
+        model.save_pretrained(tmp_path)
+        run.replica.kill(stage_name(1))
+        for output in complete(run.engine, prompts(), GREEDY):
+            assert "stage-1 loaded other weights than the shard before it" in str(output.error)
+
+
 # The first runs its final norm before the layers, too. Layers of the others return what the next layer reads.
 @pytest.mark.parametrize("family", ["nanochat", "zaya", "glm_moe_dsa"])
 def test_layers_that_stages_cannot_divide_are_refused_before_they_are_loaded(family: str) -> None:
