@@ -294,7 +294,11 @@ class LLM:
         each = list(given) if several else [given] * count
         if len(each) != count or not all(one is None or isinstance(one, LoRARequest) for one in each):
             raise ConfigError(f"lora_request is {reprlib.repr(given)}: give one LoRARequest, or one or None a prompt")
-        for one in {one for one in each if one is not None}:
+        asked = [one for one in each if one is not None]
+        for one in asked:
+            if not (isinstance(one.lora_name, str) and isinstance(one.lora_path, str | Path)):
+                raise ConfigError(f"lora_request is {reprlib.repr(one)}: lora_name and lora_path are texts")
+        for one in dict.fromkeys(asked):
             with self._adapters_lock:
                 known = self._adapters.get(one.lora_name)
                 if known is None and one.lora_path:

@@ -202,6 +202,17 @@ def test_an_adapter_that_does_not_fit_leaves_nothing_for_the_next(folder: Path, 
         assert texts(llm, [LoRARequest("few")] * len(USES)) == after
 
 
+def test_a_request_for_an_adapter_gets_it_whatever_its_name(folder: Path) -> None:
+    found = adapters("llama", folder)
+    with loaded(checkpoint("llama"), speculation={"strategy": "ar"}) as llm:
+        known = texts(llm, [LoRARequest("a", 1, str(found["a"]))] * len(USES))
+        assert texts(llm, [LoRARequest("", 1, str(found["a"]))] * len(USES)) == known
+        odd: Any
+        for odd in (LoRARequest(None, 1, found["a"]), LoRARequest("b", 1, 5), LoRARequest(["b"], 1, found["b"])):  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="lora_name and lora_path are texts"):
+                texts(llm, [odd] * len(USES))
+
+
 def test_a_missing_adapter_is_named(tmp_path: Path) -> None:
     for name in ("empty", "nested"):
         (tmp_path / name).mkdir()

@@ -351,7 +351,8 @@ class Requests(dict[str, LiveRequest]):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         if index > 0 and params.prompt_logprobs is not None:  # the first sequence computes them
             params = params.model_copy(update={"prompt_logprobs": None})
-        form, adapter = params.structured_outputs, request.adapter or self._model.adapter
+        form = params.structured_outputs
+        adapter = self._model.adapter if request.adapter is None else request.adapter
         return SequenceState(
             sequence_id=f"{next(self._sequence_ids)}/{request.request_id}/{index}",
             index=index,
