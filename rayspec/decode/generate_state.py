@@ -463,7 +463,7 @@ def _difference(actual: Tensor, expected: Tensor) -> float:
     """Return the root mean square of the difference of logits [N, V] in the row where it is largest, as a share of the
     expected logits' own spread; NaN if there is any."""
     expected, actual = expected.float(), actual.float()
-    spread = expected.std(-1).clamp(min=1e-30)
+    spread = expected.std(-1, correction=0).clamp(min=1e-30)  # 0 for a vocabulary of one token
     return float(((expected - actual).square().mean(-1).sqrt() / spread).max())
 
 

@@ -326,3 +326,9 @@ def test_weights_that_compute_nan_are_refused_at_load(tmp_path: Path) -> None:
 def test_deterministic_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"deterministic.*gpt2"):
         load_engine(_config("gpt2", deterministic=True), with_tokenizer=False)
+
+
+def test_a_vocabulary_of_one_token_is_no_reason_to_refuse_a_model(tmp_path: Path) -> None:
+    build("gpt_neox", vocab_size=1).save_pretrained(tmp_path)
+    engine = load_engine(_config_of(str(tmp_path), "lookup"), with_tokenizer=False)
+    assert tokens_of(complete(engine, [[0], [0] * 40])) == [(0,) * 16] * 2
