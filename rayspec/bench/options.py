@@ -21,10 +21,10 @@ class WorkloadOptions(Options):
         description="a file of documents, a Spec-Bench question file, or demo:DOMAIN of summary, question, ledger, "
         "schedule, all; repeatable",
     )
-    context: Annotated[tuple[Annotated[int, Field(ge=2)], ...], Commas] = Field(
+    context: Annotated[tuple[Annotated[int, Field(ge=2, le=2**24)], ...], Commas] = Field(
         (1024,), description="prompt tokens, several with commas; documents are cut, questions left out"
     )
-    num_prompts: int = Field(4, ge=1, description="of each workload, at most")
+    num_prompts: int = Field(4, ge=1, le=100_000, description="of each workload, at most")
     workload_seed: int = Field(0, ge=0, description="of the bundled prompts")
 
 
@@ -39,7 +39,7 @@ class BenchOptions(WorkloadOptions):
     max_tokens: int = Field(128, ge=2, description="output tokens of a prompt")
     batch: int = Field(1, ge=1, description="sequences decoded at once")
     repeats: int = Field(3, ge=1, description="rounds in which everything is measured once")
-    widen: int = Field(1, ge=1, description="make the model this many times as wide, with the same text")
+    widen: int = Field(1, ge=1, le=64, description="make the model this many times as wide, with the same text")
     plans: Annotated[dict[str, str], Pairs] = Field(
         default_factory=dict, description="STRATEGY=FILE: saved plans for one strategy, as self-sd=a.json; repeatable"
     )
@@ -69,10 +69,10 @@ class TuneOptions(TuningOptions):
         description="[DOMAIN=]INPUT, calibration prompts: a file of documents or questions, demo:DOMAIN, demo:all; "
         "repeatable",
     )
-    context: int = Field(1024, ge=2, description="prompt tokens; documents are cut to it")
-    num_prompts: int = Field(8, ge=1, description="of each domain, at most")
+    context: int = Field(1024, ge=2, le=2**24, description="prompt tokens; documents are cut to it")
+    num_prompts: int = Field(8, ge=1, le=100_000, description="of each domain, at most")
     batch: int = Field(1, ge=1, description="sequences decoded at once")
-    widen: int = Field(1, ge=1, description="make the model this many times as wide, as in bench")
+    widen: int = Field(1, ge=1, le=64, description="make the model this many times as wide, as in bench")
     overwrite: bool = Field(False, description="replace an output that exists")
 
     @model_validator(mode="after")
