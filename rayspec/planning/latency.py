@@ -29,6 +29,7 @@ FORMAT = "rayspec-latency-5"
 HEAD, DRAFT_HEAD, OVERHEAD, ROUND, WAKE = "head", "draft head", "overhead", "round", "wake"
 SEARCH = "search"
 _FAR = 4096  # tokens of context
+_MOST_S = 1e6  # of a part of a forward
 _MOST_LINES = 4096  # kept, of shapes of passes
 _NUM_REWEIGHTINGS = 12
 _OUTLIER_FLOOR = 1e-3  # relative errors below this count alike
@@ -303,6 +304,19 @@ class LatencyModel:
         content = {"format": FORMAT, "key": dict(key), "model": model}
         write_at_once(Path(path), json.dumps(content, indent=1, sort_keys=True).encode())
 
+    def _measured(self) -> LatencyModel:
+        """Return itself. Raises ValueError for numbers that no measurement gives, as in a file that was edited."""
+        seconds = [self.overhead_s, self.round_s, self.hop_s, self.wake_s, self.rejected_s, self.search_s]
+        seconds += [*self.link_s, *self.transfer_s]
+        for name, curve in self.curves.items():
+            rows, base_s = curve.rows, curve.base_s
+            if not rows or len(rows) != len(base_s) or rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
+                raise ValueError(f"the curve {name!r} has {len(base_s)} times for the rows {rows}")
+            seconds += [*base_s, curve.sequence_s, curve.masked_s, curve.kv_s, curve.score_s]
+        if wrong := [each for each in seconds if not 0 <= each <= _MOST_S]:
+            raise ValueError(f"a time is {wrong[0]} s")
+        return self
+
     @classmethod
     def load(cls, path: str | os.PathLike[str], key: Mapping[str, Any]) -> LatencyModel:
         """Read a model that was saved under the same key. Raises FileNotFoundError, or StaleProfileError, whose message
@@ -319,7 +333,7 @@ class LatencyModel:
             ]
             if differing:
                 raise StaleProfileError(f"profile {path} is for something else: {'; '.join(differing)}: profile again")
-            return msgspec.json.decode(content.model, type=cls)
+            return msgspec.json.decode(content.model, type=cls)._measured()
         except (ValueError, RecursionError, msgspec.MsgspecError) as error:
             raise StaleProfileError(f"profile {path} is not readable ({error!r}): profile again") from error
 

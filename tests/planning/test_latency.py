@@ -229,3 +229,34 @@ def test_save_and_load(tmp_path: Path) -> None:
             LatencyModel.load(path, KEY)
     with pytest.raises(FileNotFoundError):
         LatencyModel.load(tmp_path / "none.json", KEY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("rows", []),
+        ("rows", [1, 2]),
+        ("rows", [0, 2, 64]),
+        ("rows", [1, 64, 2]),
+        ("base_s", [1.0]),
+        ("base_s", [-1.0, 1.0, 1.0]),
+        ("kv_s", 1e300),
+        ("masked_s", -1e-9),
+    ],
+)
+def test_a_saved_profile_with_numbers_that_no_measurement_gives_is_stale(name: str, value: Any, tmp_path: Path) -> None:
+    curve = {"rows": [1, 2, 64], "base_s": [1.0, 1.0, 2.0]}
+    model = {
+        "sublayers": ["mlp"],
+        "curves": {"mlp": curve, "head": curve},
+        "head": "head",
+        "stages": [0],
+        "transfer_s": [0.0],
+    }
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"format": FORMAT, "key": KEY, "model": model}))
+    LatencyModel.load(path, KEY)
+    model["curves"] = {"mlp": curve | {name: value}, "head": curve}
+    path.write_text(json.dumps({"format": FORMAT, "key": KEY, "model": model}))
+    with pytest.raises(StaleProfileError, match="profile again"):
+        LatencyModel.load(path, KEY)
