@@ -278,7 +278,9 @@ def report_pages(
     shown_s, began_s = max(report.decoded[1::3], default=0.0), time.monotonic() - report.elapsed_s
     mapped = sorted((one for one in stats.plans if one.plan.drafts), key=lambda one: one.num_tokens)[-_MAX_MAPS:]
     drafting = stats.gate_reason or "no rows were decoded, or the strategy never drafts"
-    speculation, threads = config.get("speculation", {}), config.get("num_threads") or "as measured"
+    speculation, threads = config.get("speculation"), config.get("num_threads") or "as measured"
+    if not isinstance(speculation, Mapping):  # in a manifest that was edited
+        speculation = {}
     setting = (
         f"Model {config.get('model')}, {config.get('dtype')} on {config.get('device')}, threads {threads}, "
         f"strategy {speculation.get('strategy')}, verification {speculation.get('verification')}"

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rayspec.choices import FULL, SKIP, Choice, Choices, combinations, weights_of
+from rayspec.choices import FULL, SKIP, Choice, Choices, combinations, combined, weights_of
 from rayspec.machine import write_at_once
 from rayspec.types import RayspecError
 
@@ -315,6 +315,10 @@ class LatencyModel:
             seconds += [*base_s, curve.sequence_s, curve.masked_s, curve.kv_s, curve.score_s]
         if wrong := [each for each in seconds if not 0 <= each <= _MOST_S]:
             raise ValueError(f"a time is {wrong[0]} s")
+        for sublayer in range(len(self.sublayers)):
+            choices = [choice for choice in self.choices_of(sublayer) if choice != SKIP]
+            if lacking := {combined(weights_of(choice), "all") for choice in choices}.difference(choices):
+                raise ValueError(f"{self.sublayers[sublayer]!r} has no curve of {sorted(lacking)}")
         return self
 
     @classmethod

@@ -220,3 +220,9 @@ def test_failed_rows_may_be_accepted_but_not_unreadable_files(rows: list[Row], c
     for row in rows:
         run.add(row)
     assert (run.exit_code(), run.exit_code(accepts_failed=True)) == (code, accepting)
+
+
+@pytest.mark.parametrize("speculation", [None, 5, "auto", []])
+def test_a_config_that_was_edited_gives_a_report(speculation: object) -> None:
+    text, _ = report_pages(RunReport(), config=CONFIG | {"speculation": speculation}, title="Run").values()
+    assert "strategy None" in text
