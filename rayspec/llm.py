@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import copy
 import itertools
+import logging
 import queue
 import random
 import reprlib
@@ -41,6 +42,8 @@ Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
 ProgressBar = Callable[..., Any]  # has the parameters of tqdm
 _PLAINLY = Rendering()
+
+logger = logging.getLogger(__name__)
 
 
 class LLMKeywords(EngineKeywords, total=False):
@@ -252,6 +255,7 @@ class LLM:
             from rayspec.request_engine import RequestEngineFactory  # noqa: PLC0415
 
         client: Client
+        logger.warning("starting processes for the model through Ray, which takes 15 s or more")
         with ExitStack() as resources:
             resources.enter_context(ray_session())
             if config.parallel is None or config.parallel.replicas == 1:
