@@ -60,6 +60,7 @@ from rayspec.decode.sampling import (
     Stream,
     draft_tokens,
     finite_rows,
+    likeliest,
     logit_rows,
     row_keys,
     target_tokens,
@@ -158,7 +159,7 @@ class Head:
         logits: [N, V]."""
         for row, token in taps:
             self._next_tokens.pop(token, None)
-            self._next_tokens[token] = logits[row].argmax(-1)
+            self._next_tokens[token] = likeliest(logits[row])
         for token in list(self._next_tokens)[: -self._num_taps]:
             del self._next_tokens[token]
 
@@ -322,8 +323,8 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     committed = commit(logits, rows, verdicts)
     probed: list[list[int]] = [[] for _ in probes]
     if any(probes):
-        likeliest = logits.argmax(-1).tolist()
-        probed = [likeliest[each.start : each.stop] for each in probes]
+        found = likeliest(logits).tolist()
+        probed = [found[each.start : each.stop] for each in probes]
     ended = head.stopwatch.mark()
     verify_s = seconds(drafted_at, ended)
     prefill_s = verify_s * num_chunk_rows / len(verify.token_ids)
@@ -672,7 +673,7 @@ def decide(
     stream = torch.where(is_bonus, int(Stream.TARGET), int(Stream.RECOVER))
     last_noise = gumbel(row_keys(seeds, positions + num_accepted, stream, target.device), target.shape[1])
     last_scores = torch.where(is_bonus.unsqueeze(1), scores[at], _residual(target[at], other).log())
-    return num_accepted, (last_scores + last_noise).argmax(-1)
+    return num_accepted, likeliest(last_scores + last_noise)
 
 
 def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
