@@ -350,6 +350,10 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
     with static shapes is in the buffers before it is timed, because it is written there once for all sublayers. This is
     part of the fixed cost of a forward."""
     cells = _grid(runner.cache.num_slots)
+    short = cells[0][1]
+    if runner.row_counts is not None:  # one row more takes another pass
+        above = runner.row_counts.most + 1
+        cells += [(above, short, 1)] if short + above <= runner.cache.num_slots and above not in ROW_COUNTS else []
     known: set[tuple[object, ...]] = set()
     for rows, context, batch_size in cells:
         spans = [span_at(runner.cache, at, context, rows // batch_size) for at in range(batch_size)]
@@ -371,7 +375,7 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
                 partial(runner.hold, batch),
                 partial(runner.run, batch, hidden, choices=_only(runner, name, sample[name], choice)),
             )
-        if runner.parts.lm_head is not None and context == cells[0][1] and batch_size == 1:
+        if runner.parts.lm_head is not None and context == short and batch_size == 1:
             heads = {HEAD: False} if runner.parts.draft_head is None else {HEAD: False, DRAFT_HEAD: True}
             for kind, drafting in heads.items():
                 head = Measurement(kind=kind, rows=rows, context=0, batch=1, seconds=1, device=device)

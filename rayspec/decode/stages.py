@@ -432,7 +432,7 @@ class LocalStages(Stages):
         )
         self.head.stopwatch = Stopwatch.of(runner.device, clock)
         self.num_steps = MAX_STEPS if runner.device.type == "cuda" else 1
-        self.takes_trees = runner.row_counts is None or runner.buffers is None
+        self.takes_trees = runner.row_counts is None  # else a row of a tree attends alone
         self._clock = clock
         self._searches: list[_SearchUnderWay] = []
 

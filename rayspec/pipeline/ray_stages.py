@@ -58,7 +58,8 @@ class RayStages(Stages):
         super().__init__()
         options = replica.blueprint.options
         self.num_cohorts = options.num_cohorts
-        self.takes_trees, self.keeps_state = replica.blueprint.splits, not replica.blueprint.splits
+        self.keeps_state = not replica.blueprint.splits
+        self.takes_trees = replica.blueprint.splits and not replica.blueprint.config.deterministic
         self.replica = replica
         self._transport = Transport(ENGINE, replica.secret, host=node_address())
         self._work: dict[int, Future[Result]] = {}

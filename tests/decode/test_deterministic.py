@@ -43,6 +43,7 @@ def test_the_same_tokens_under_random_plans_and_preemption() -> None:
         found.append(tokens_of(complete(engine, demo_prompts(10, 1, seed=11), PARAMS)))
         assert (engine.stats.num_preemptions > 0) == (kv_cache_tokens < 4096)
         assert (engine.stats.num_accepted_tokens > 0) == (strategy is not None)
+        assert not engine.stages.takes_trees
     assert found[0] == found[1] == found[2]
 
 

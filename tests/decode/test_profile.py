@@ -26,6 +26,7 @@ from rayspec.local_engine import load_engine
 from rayspec.model import fused, matrices
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import KVCache
+from rayspec.model.row_counts import RowCounts
 from rayspec.model.sublayers import Decomposition
 from rayspec.planning.latency import HEAD, SEARCH, LatencyModel, Measurement
 from rayspec.types import Request
@@ -373,3 +374,9 @@ def test_engines_of_a_process_keep_their_numbers(family: str) -> None:
         hook.remove()
         loop.stop()
         assert set(seen[-4:]) == {number}
+
+
+def test_in_deterministic_mode_the_smallest_second_pass_is_timed() -> None:
+    runner = _runner(parts_of(checkpoint("llama")))
+    runner.row_counts = RowCounts(1, 16)
+    assert {one.rows for one in measurements(runner) if one.kind == HEAD} == {*profile.ROW_COUNTS, 17}
