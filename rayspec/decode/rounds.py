@@ -385,8 +385,10 @@ def _likeliest(logits: Tensor, rows: Sequence[Rows], count: int) -> list[list[tu
     if not count:
         return []
     count = min(count, logits.shape[-1])
-    best = logits.topk(count)
-    chances = logits.float().softmax(-1).gather(1, best.indices)
+    scores = logits.to(torch.float32, copy=True)
+    best = scores.topk(count)
+    highest = best.values[:, :1]
+    chances = (best.values - highest).exp() / scores.sub_(highest).exp_().sum(-1, keepdim=True)
     table: list[list[float]] = torch.cat((best.indices.double(), chances.double()), 1).tolist()
     found: list[tuple[Sequence[int], Sequence[float]]] = [
         ([int(token) for token in each[:count]], each[count:]) for each in table
