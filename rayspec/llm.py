@@ -125,6 +125,9 @@ class LLM:
             reason = f"is not here: {METHODS[name]}" if name in METHODS else "is unknown"
             raise AttributeError(f"LLM.{name} {reason}")
 
+    def __reduce__(self) -> str:
+        raise TypeError("an LLM holds a model and threads, so it cannot be pickled: make one in each process")
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import io
 import os
+import pickle
 import re
 import signal
 import threading
@@ -216,6 +217,11 @@ def test_when_the_model_is_lost_every_request_says_so() -> None:
         one.engine.add = add  # type: ignore[method-assign]
         for _ in range(2):
             assert [output.error for output in one.generate(["a", "b"], GREEDY)] == [lost, lost]
+
+
+def test_pickling_names_the_remedy(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="make one in each process"):
+        pickle.dumps(llm)
 
 
 def test_a_shutdown_ends_calls_that_are_under_way_and_refuses_later_ones() -> None:
