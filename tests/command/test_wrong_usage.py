@@ -20,7 +20,7 @@ WRONG = [
     (f"{BENCH} --widen 0", "option 'widen' is 0"),
     (f"{BENCH} --widen {2**63 - 1}", "it must be less than or equal to 64"),
     (f"{BENCH} --num-prompts {2**63 - 1}", "it must be less than or equal to 100000"),
-    (f"{BENCH} --context {2**63 - 1}", "option 'context.0' is 9223372036854775807"),
+    (f"{BENCH} --context {2**63 - 1}", "option 'context.0' is '9223372036854775807': it must be less than"),
     (f"{BENCH} --strategy lookup", "option 'strategy' is 'lookup': name it in 'strategies'"),
     (f"{BENCH} --stream 0,1", "python -m benchmarks streams"),
     (f"{BENCH} --threads 2", "is now '--num-threads'"),

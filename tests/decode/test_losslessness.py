@@ -213,7 +213,7 @@ def _require_same_logprobs(one: RequestOutput, other: RequestOutput) -> None:
             assert token_id in those
             assert those.keys() == these.keys()
             for key, value in these.items():
-                assert those[key].logprob == pytest.approx(value.logprob, abs=1e-4)
+                assert those[key].logprob == pytest.approx(value.logprob, abs=3e-4)  # mixtral on a Xeon: 1.04e-4
                 assert those[key].rank == value.rank
         assert actual.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-3)
 
