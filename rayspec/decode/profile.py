@@ -26,7 +26,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.decode.runner import Runner, Threads
-from rayspec.decode.sampling import likeliest
+from rayspec.decode.sampling import argmax
 from rayspec.decode.search import PlanSearch
 from rayspec.machine import boot_id, cpu_name, num_cores, user_folder, write_at_once
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
@@ -396,7 +396,7 @@ def _fixed_cost(runner: Runner, found: Sequence[Measurement], device: str) -> Me
             hidden = random_states(runner, 1) if runner.parts.embedding is None else runner.embed(batch)
             left = runner.run(batch, hidden)
             if runner.parts.lm_head is not None:
-                likeliest(runner.head(left))
+                argmax(runner.head(left))
 
     whole_s = median([_timed(run, runner.device) for _ in range(2 + _NUM_REPEATS["cuda"])][2:]) / _NUM_PASSES
     alike = {one.kind: one for one in found if (one.rows, one.batch) == (1, 1) and one.context in (0, context)}

@@ -58,9 +58,9 @@ from rayspec.decode.sampling import (
     PlainSteps,
     Rows,
     Stream,
+    argmax,
     draft_tokens,
     finite_rows,
-    likeliest,
     logit_rows,
     row_keys,
     target_tokens,
@@ -159,7 +159,7 @@ class Head:
         logits: [N, V]."""
         for row, token in taps:
             self._next_tokens.pop(token, None)
-            self._next_tokens[token] = likeliest(logits[row])
+            self._next_tokens[token] = argmax(logits[row])
         for token in list(self._next_tokens)[: -self._num_taps]:
             del self._next_tokens[token]
 
@@ -323,7 +323,7 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     committed = commit(logits, rows, verdicts)
     probed: list[list[int]] = [[] for _ in probes]
     if any(probes):
-        found = likeliest(logits).tolist()
+        found = argmax(logits).tolist()
         probed = [found[each.start : each.stop] for each in probes]
     ended = head.stopwatch.mark()
     verify_s = seconds(drafted_at, ended)
@@ -675,7 +675,7 @@ def decide(
     stream = torch.where(is_bonus, int(Stream.TARGET), int(Stream.RECOVER))
     last_noise = gumbel(row_keys(seeds, positions + num_accepted, stream, target.device), target.shape[1])
     last_scores = torch.where(is_bonus.unsqueeze(1), scores[at], _residual(target[at], other).log())
-    return num_accepted, likeliest(last_scores + last_noise)
+    return num_accepted, argmax(last_scores + last_noise)
 
 
 def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:

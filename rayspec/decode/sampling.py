@@ -211,7 +211,7 @@ def _later_positions(depths: range, device: torch.device) -> Tensor:
     return integers([0] * len(depths) + [depth << _POSITION_BITS for depth in depths], device).view(2, 1, -1)
 
 
-def likeliest(scores: Tensor) -> Tensor:
+def argmax(scores: Tensor) -> Tensor:
     """Return the token with the highest of these scores [..., V], the first of equal ones: int64 [...]."""
     return scores.max(-1).indices  # on a CPU, torch's argmax takes four times as long
 
@@ -220,10 +220,10 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = No
     """Return the token that plain decoding takes at every row of raw logits [N, V] by the coupled rule: int64 [N], on
     the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
-        return likeliest(logits)
+        return argmax(logits)
     own = logit_rows([row for row in rows if not row.sampler.is_argmax])
     scores = process(logits.to(torch.float32, copy=True), own)
-    return likeliest((noise or Noise()).added(scores, Stream.TARGET, own))
+    return argmax((noise or Noise()).added(scores, Stream.TARGET, own))
 
 
 def draft_tokens(
@@ -252,7 +252,7 @@ def draft_tokens(
     drawn = (noise or Noise()).added(scores, stream, last, winner_only=num_ranked == 0)
     is_shifted = not any(sampler.greedy for sampler in last.samplers)
     confidence = _confidence(scores if is_shifted else scores - scores.amax(-1, keepdim=True))
-    return Drafts(likeliest(drawn), confidence, None if coupled else scores, _ranked(drawn, num_ranked))
+    return Drafts(argmax(drawn), confidence, None if coupled else scores, _ranked(drawn, num_ranked))
 
 
 class PlainSteps:
@@ -270,15 +270,15 @@ class PlainSteps:
         """Return the token of each sequence after `ahead` tokens, from raw logits [S, V] of the target: int64 [S], on
         the device."""
         if self._is_argmax:
-            return likeliest(logits)
+            return argmax(logits)
         if self._changes is None or self._reads_depth:
             self._changes = changes_of(self._rows(ahead), len(logits), logits.device)
         scores = changed(logits.to(torch.float32, copy=True), self._changes)
         if not ahead:
             self._known = self._noise.of_steps(self._num_steps, scores)
         if self._known is not None:
-            return likeliest(scores.add_(self._known[ahead]))
-        return likeliest(self._noise.added(scores, Stream.TARGET, self._rows(ahead)))
+            return argmax(scores.add_(self._known[ahead]))
+        return argmax(self._noise.added(scores, Stream.TARGET, self._rows(ahead)))
 
     def _rows(self, ahead: int) -> LogitRows:
         count = len(self._samplers)
