@@ -352,6 +352,7 @@ class Requests(dict[str, LiveRequest]):
         if index > 0 and params.prompt_logprobs is not None:  # the first sequence computes them
             params = params.model_copy(update={"prompt_logprobs": None})
         form = params.structured_outputs
+        constraint = None if form is None else self._model.grammars.constraint(form, len(token_ids))
         adapter = self._model.adapter if request.adapter is None else request.adapter
         return SequenceState(
             sequence_id=f"{next(self._sequence_ids)}/{request.request_id}/{index}",
@@ -361,7 +362,7 @@ class Requests(dict[str, LiveRequest]):
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             max_total_tokens=len(token_ids) + params.max_tokens,
-            eos_token_ids=self._model.eos_token_ids,
+            eos_token_ids=self._model.eos_token_ids if constraint is None else constraint.end_tokens,
             detokenizer=(
                 Detokenizer(self._model.tokenizer, params)
                 if self._model.tokenizer and (params.detokenize or params.stop)
@@ -372,7 +373,7 @@ class Requests(dict[str, LiveRequest]):
             streams=request.stream,
             background=request.background,
             adapter=0 if adapter is None else 1 + self._model.adapters.index(adapter),
-            constraint=None if form is None else self._model.grammars.constraint(form, len(token_ids)),
+            constraint=constraint,
             metrics=RequestMetrics(arrival_s=self._clock()),
         )
 

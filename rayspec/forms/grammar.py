@@ -52,7 +52,8 @@ class CompiledForm:
     must be copied for use; copies share a lexer, whose size is limited. It has made the first mask, unless that took
     long, because copies would then be large. mask: the first, int32 [W].
     mask_s: seconds of a core that llguidance took for it. num_bytes: about how much memory the form takes. is_light:
-    its masks are made at once, because only long texts, expressions and grammars make a mask take long."""
+    its masks are made at once, because only long texts, expressions and grammars make a mask take long. end_tokens: of
+    which one ends the output: the model's eos tokens, or the tokenizer's if the model has none."""
 
     grammar: str
     initial: LLMatcher
@@ -60,6 +61,7 @@ class CompiledForm:
     mask_s: float
     num_bytes: int
     is_light: bool
+    end_tokens: tuple[int, ...]
 
 
 class _FairThreads:
@@ -133,7 +135,7 @@ class Grammars:
     def constraint(self, form: StructuredOutputsParams, num_prompt_tokens: int) -> Constraint:
         """Return the state of a new sequence, whose first mask is made when the form is compiled."""
         return Constraint(
-            self.compiled(form), self._eos_token_ids, num_prompt_tokens, self._lanes, self._patience_s,
+            self.compiled(form), num_prompt_tokens, self._lanes, self._patience_s,
             partial(self._forget, form), partial(self._renewed, form),
         )  # fmt: skip
 
@@ -193,7 +195,7 @@ class Grammars:
         is_short = form.json is not None and len(schema) <= _LIGHT and form.whitespace_pattern is None
         is_light = is_short and not any(word in schema for word in ("attern", "multipleOf"))
         initial = first if mask_s < _PATIENCE_S else matcher
-        return CompiledForm(grammar, initial, mask, mask_s, num_bytes, is_light)
+        return CompiledForm(grammar, initial, mask, mask_s, num_bytes, is_light, tuple(tokenizer.eos_tokens))
 
     def _renewed(self, form: StructuredOutputsParams, full: CompiledForm) -> Future[CompiledForm]:
         """Return the form with a lexer for one sequence alone. The form whose lexer is full is kept for no other."""
@@ -248,7 +250,6 @@ class Constraint:
     def __init__(
         self,
         compiled: Future[CompiledForm],
-        eos_token_ids: Sequence[int],
         num_prompt_tokens: int,
         lanes: Lanes,
         patience_s: float = _PATIENCE_S,
@@ -257,7 +258,7 @@ class Constraint:
     ) -> None:
         """on_slow: called after work on a form that is slow. renewed: returns the form with a lexer that is empty."""
         self.error = ""
-        self._compiled, self._eos_token_ids, self._on_slow, self._renewed = compiled, eos_token_ids, on_slow, renewed
+        self._compiled, self._on_slow, self._renewed = compiled, on_slow, renewed
         self._num_at_renewal = -1  # the committed tokens of the output when it got a lexer of its own
         self._lanes, self._patience_s = lanes, patience_s
         self._num_read = num_prompt_tokens
@@ -276,6 +277,11 @@ class Constraint:
         self._failures: dict[tuple[int, ...], str] = {}
         self._forced: list[int] = []
         compiled.add_done_callback(lambda _: self._work())
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """See `CompiledForm`, which is waited for."""
+        return self._compiled.result().end_tokens
 
     @property
     def is_ready(self) -> bool:
@@ -303,7 +309,7 @@ class Constraint:
             before = tuple(new[:at])
             if before in self._masks and not self._allows(before, token):
                 self.error = self.error or self._failures.get(before) or self._broken_by(token, at)
-            if token in self._eos_token_ids:
+            if token in self.end_tokens:
                 new = new[: at + 1]
                 break
         self._num_read = len(token_ids)
@@ -415,7 +421,7 @@ class Constraint:
         self._consumed += new[:num_consumed]
         if num_consumed < len(new) and not _has_ended(state):
             self.error = _named(state) or self._broken_by(new[num_consumed], 0)
-        elif new[-1] not in self._eos_token_ids:
+        elif new[-1] not in self.end_tokens:
             self._walk([()])
 
     def _broken_by(self, token: int, num_before: int) -> str:
@@ -438,7 +444,7 @@ class Constraint:
         if 0 < len(tokens) < num_tokens:
             num_consumed = self._timed(state.try_consume_tokens, tokens)
             if state.is_stopped() and not state.is_error():
-                tokens += self._eos_token_ids[:1]
+                tokens += self.end_tokens[:1]
             self._timed(state.rollback, num_consumed)
         self._forced = tokens[:num_tokens]
 

@@ -35,7 +35,7 @@ from rayspec.types import Request, RequestOutput
 from tests.decode.samplers import sampler_of
 from tests.decode.test_losslessness import LookingUp
 from tests.demo_model import EOS, demo_prompts, demo_tokenizer, shallow_demo
-from tests.engines import RandomPlans, engine_with
+from tests.engines import RandomPlans, complete, engine_with
 from tests.exhaustive import few_of
 from tests.families import parts_of
 from tests.schemas import NESTED, OTHER_FORMATS, PERSON, PUBLISHED, random_schema
@@ -306,6 +306,20 @@ def test_the_output_ends_with_its_form(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=50, min_tokens=20, ignore_eos=True, structured_outputs=form)
     (output,) = llm.generate("Is it?", params, use_tqdm=False)
     assert (output.outputs[0].text in ("yes", "no"), output.outputs[0].finish_reason) == (True, "stop")
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_output_ends_with_its_form_for_a_model_without_an_eos_token(drafts: bool) -> None:
+    plans = RandomPlans(3, len(_parts().sublayers)) if drafts else None
+    engine = engine_with(_parts(), plans, tokenizer=demo_tokenizer())
+    params = [
+        SamplingParams(temperature=0, max_tokens=30, structured_outputs=form)
+        for form in ({"choice": ["yes", "no"]}, {"regex": "(ab|abab){3}c"})
+    ]
+    found = complete(engine, demo_prompts(2, 2), params)
+    assert [(one.error, one.outputs[0].finish_reason) for one in found] == [(None, "stop")] * 2
+    assert found[0].outputs[0].text in ("yes", "no")
+    assert [one.outputs[0].token_ids[-1] for one in found] == [EOS] * 2
 
 
 def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -> None:
