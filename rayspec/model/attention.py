@@ -64,15 +64,24 @@ class _Call:
     mask: Tensor | None = None
     causal: bool = False
 
+    @property
+    def only_row(self) -> int | None:
+        """The row of a call of one row, whose place is known here."""
+        if isinstance(self.rows, slice) and self.rows.stop - self.rows.start == 1:
+            return int(self.rows.start)
+        return None
+
 
 @dataclass(slots=True)
 class _Calls:
-    """The attention calls of a batch. whole: calls whose rows occur in no other call. pieces: calls whose results are
-    merged. few: rows [T * B] that read few keys, B for each of T tokens, the slots [L, T, n] of each token and the mask
+    """The attention calls of a batch. whole: calls whose rows occur in no other call. alone: calls of one row that
+    occurs in no other call, without a softcap, and this row, in order. pieces: calls whose results are merged. few:
+    rows [T * B] that read few keys, B for each of T tokens, the slots [L, T, n] of each token and the mask
     [L, T, B, n], as in `_Call`, in each of L layers, where L is 1 if all layers read the same keys. B is 1, but for
     rows that are alternatives: their own keys are the last B of the mask."""
 
     whole: list[_Call] = field(default_factory=list)
+    alone: list[tuple[int, _Call]] = field(default_factory=list)
     pieces: list[_Call] = field(default_factory=list)
     few: tuple[slice | Tensor, Tensor, Tensor] | None = None
 
@@ -106,14 +115,14 @@ class Heads:
     def split(self, projected: Tensor, rope: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries [H, N, D], rotated keys and values [H_kv, N, D] of [N, (H + 2 * H_kv) * D]."""
         heads = projected.view(len(projected), -1, self.head_dim)
-        turning, value = torch.split(heads, [self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
+        turning, value = heads.split_with_sizes([self.num_heads + self.num_kv_heads, self.num_kv_heads], 1)
         if self.norms is not None:
-            query, key = torch.split(turning, [self.num_heads, self.num_kv_heads], 1)
+            query, key = turning.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
             turning = torch.cat([self.norms[0](query), self.norms[1](key)], 1)
         cosines, sines = (each[0][:, None] for each in rope[self.layer_type])
         first, second = turning.chunk(2, -1)
         turned = turning * cosines + torch.cat((-second, first), -1) * sines
-        query, key = torch.split(turned, [self.num_heads, self.num_kv_heads], 1)
+        query, key = turned.split_with_sizes([self.num_heads, self.num_kv_heads], 1)
         return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
 
 
@@ -309,12 +318,16 @@ class _Attention:
             is_of_branches = self.rows.slots is None
             self.rows.calls[shared] = self._find_calls_of_branches() if is_of_branches else self._find_calls()
         calls = self.rows.calls[shared]
-        all_rows = slice(0, self.query.shape[1])
-        if len(calls.whole) == 1 and isinstance(rows := calls.whole[0].rows, slice) and rows == all_rows:
+        num_rows = self.query.shape[1]
+        if len(calls.whole) == 1 and isinstance(rows := calls.whole[0].rows, slice) and rows == slice(0, num_rows):
             return self._seen(calls.whole[0]).transpose(0, 1).contiguous()  # some families call view()
+        if len(calls.alone) == num_rows:
+            return torch.cat(self._seen_alone(calls.alone))
         output = self._merged(calls.pieces) if calls.pieces else self._zeros(self.query.dtype)
         for call in calls.whole:
             output[call.rows] = self._seen(call).transpose(0, 1)
+        for (row, _), seen in zip(calls.alone, self._seen_alone(calls.alone), strict=True):
+            output[row] = seen[0]
         if calls.few is not None:
             output[calls.few[0]] = self._seen_in_few(*calls.few)
         return output
@@ -391,6 +404,9 @@ class _Attention:
             positions = self.rows.positions[rows_of_few]
             slots, counts = self._few_slots(positions, [runs for _, runs in few], with_own=True)
             calls.few = rows_of_few, slots, self._masked(counts[:, :, None])
+        if not self.kind.softcap:
+            calls.alone = [(row, call) for call in calls.whole if (row := call.only_row) is not None]
+            calls.whole = [call for call in calls.whole if call.only_row is None]
         return calls
 
     def _reads_all(self, span: RowSpan) -> bool:
@@ -550,6 +566,19 @@ class _Attention:
         else:
             mixed = _sdpa(folded, keys, values, mask, self.kind.scaling)
         return mixed.reshape(*query.shape[:2], values.shape[-1])
+
+    def _seen_alone(self, calls: Sequence[tuple[int, _Call]]) -> list[Tensor]:
+        """Return what `_seen` does for calls of one row, by fewer operations: [1, H, D_v] for each."""
+        num_heads, num_rows, size = self.query.shape
+        num_kv_heads = len(self.own[0])
+        rows = self.query.view(1, num_kv_heads, num_heads // num_kv_heads, num_rows, size).unbind(3)
+        return [
+            scaled_dot_product_attention(
+                rows[row], keys[None], values[None], call.mask, scale=self.kind.scaling
+            ).flatten(1, 2)
+            for row, call in calls
+            for keys, values in [self._keys_and_values(call)]
+        ]  # fmt: skip
 
     def _seen_in_few(self, rows: slice | Tensor, slots: Tensor, mask: Tensor) -> Tensor:
         """Return the attention of rows that read few keys, [T * B, H, D_v], by one call. Key heads take its batch axis,
