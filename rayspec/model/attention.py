@@ -51,18 +51,20 @@ LONGEST_CHAIN = 32
 Division: TypeAlias = Literal["runs", "places", "blocks"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
     """One attention call: some rows of the batch, and the keys that they read.
 
     slots: the slots of the keys, a slice if they are adjacent; None for the rows' own keys. mask: [rows, keys], 0 where
     a row sees the key and -inf elsewhere; None if rows see all keys, or, with `causal`, the keys up to their own.
+    folded_mask: the mask of rows as `_folded` has them, once a layer has asked for it.
     """
 
     rows: slice | Tensor
     slots: slice | Tensor | None
     mask: Tensor | None = None
     causal: bool = False
+    folded_mask: Tensor | None = None
 
     @property
     def only_row(self) -> int | None:
@@ -86,8 +88,9 @@ class _Calls:
     few: tuple[slice | Tensor, Tensor, Tensor] | None = None
 
 
-# `_Calls` depend on these: the keys that rows read, the sliding window, the softcap, and whether results can be merged.
-_CallsKey: TypeAlias = tuple[Keys, int | None, float | None, bool]
+# `_Calls` depend on these: the keys that rows read, the sliding window, the softcap, whether results can be merged, and
+# how many query heads share a key head.
+_CallsKey: TypeAlias = tuple[Keys, int | None, float | None, bool, int]
 
 
 class AttentionKind(NamedTuple):
@@ -195,7 +198,7 @@ class PackedRows(Rows):
 
     @property
     def windows_seen(self) -> set[int | None]:
-        return {window for _, window, _, _ in self.calls}
+        return {window for _, window, _, _, _ in self.calls}
 
     def seeing(self, keys: Keys) -> PackedRows:
         return self if keys == self.keys else replace(self, keys=keys)
@@ -313,7 +316,7 @@ class _Attention:
 
     def of_rows(self) -> Tensor:
         """Return the attention of the rows: [N, H, D_v]."""
-        shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges)
+        shared = (self.rows.keys, self.kind.sliding_window, self.kind.softcap, self._merges, self._group_size)
         if shared not in self.rows.calls:
             is_of_branches = self.rows.slots is None
             self.rows.calls[shared] = self._find_calls_of_branches() if is_of_branches else self._find_calls()
@@ -491,6 +494,15 @@ class _Attention:
         return _Call(rows, slots, self._mask(span, paths, columns))
 
     @property
+    def _group_size(self) -> int:
+        return len(self.query) // len(self.own[0])
+
+    def _folded_mask(self, call: _Call) -> Tensor | None:
+        if call.folded_mask is None and call.mask is not None:
+            call.folded_mask = call.mask.repeat(self._group_size, 1)
+        return call.folded_mask
+
+    @property
     def _merges(self) -> bool:
         """Whether partial results can be merged: torch's CPU kernel returns the log-sum-exp of its scores. The kernel
         supports no softcap, and needs keys and values of the same head size."""
@@ -559,8 +571,7 @@ class _Attention:
         query, mask, softcap = self.query[:, call.rows], call.mask, self.kind.softcap
         if call.causal or (query.shape[1] > _MAX_FOLDED_ROWS and not softcap):
             return _sdpa(query, keys, values, mask, self.kind.scaling, causal=call.causal)
-        mask = None if mask is None else mask.repeat(query.shape[0] // keys.shape[0], 1)
-        folded = _folded(query, len(keys))
+        mask, folded = self._folded_mask(call), _folded(query, len(keys))
         if softcap:
             mixed = _softcapped(folded, keys, values, mask, self.kind.scaling, softcap)
         else:
@@ -569,16 +580,13 @@ class _Attention:
 
     def _seen_alone(self, calls: Sequence[tuple[int, _Call]]) -> list[Tensor]:
         """Return what `_seen` does for calls of one row, by fewer operations: [1, H, D_v] for each."""
-        num_heads, num_rows, size = self.query.shape
-        num_kv_heads = len(self.own[0])
-        rows = self.query.view(1, num_kv_heads, num_heads // num_kv_heads, num_rows, size).unbind(3)
-        return [
-            scaled_dot_product_attention(
-                rows[row], keys[None], values[None], call.mask, scale=self.kind.scaling
-            ).flatten(1, 2)
-            for row, call in calls
-            for keys, values in [self._keys_and_values(call)]
-        ]  # fmt: skip
+        rows = self.query.view(1, len(self.own[0]), self._group_size, *self.query.shape[1:]).unbind(3)
+        found = list[Tensor]()
+        for row, call in calls:
+            keys, values = self._keys_and_values(call)
+            seen = scaled_dot_product_attention(rows[row], keys[None], values[None], call.mask, scale=self.kind.scaling)
+            found.append(seen.flatten(1, 2))
+        return found
 
     def _seen_in_few(self, rows: slice | Tensor, slots: Tensor, mask: Tensor) -> Tensor:
         """Return the attention of rows that read few keys, [T * B, H, D_v], by one call. Key heads take its batch axis,
@@ -609,11 +617,10 @@ class _Attention:
         total = self.query.new_full(mixed.shape[:2], float("-inf"), dtype=torch.float32)
         for call in pieces:
             keys, values = self._keys_and_values(call)
-            query, mask = self.query[:, call.rows], call.mask
+            query, mask = self.query[:, call.rows], None
             num_heads, num_rows, size = query.shape
             if not call.causal:
-                mask = None if mask is None else mask.repeat(num_heads // len(keys), 1)
-                query = _folded(query, len(keys))
+                query, mask = _folded(query, len(keys)), self._folded_mask(call)
             found, scores = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[None], keys[None], values[None], 0.0, call.causal, attn_mask=mask, scale=self.kind.scaling
             )
