@@ -84,8 +84,9 @@ def generation_defaults(config: EngineConfig) -> GenerationDefaults:
         )
     except ConfigError as error:
         raise _unusable(config, f"has a value that cannot be used: {error}") from error
+    biases = dict(params.sequence_bias)  # of equal sequences the last one counts, as in `generate`
     return GenerationDefaults(
-        params=params,
+        params=params.replace(sequence_bias=tuple(biases.items())),
         max_new_tokens=found.max_new_tokens,
         min_length=(found.min_length or 0) if found.min_new_tokens is None else 0,
     )

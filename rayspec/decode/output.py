@@ -104,7 +104,8 @@ class Detokenizer:
                 self._tail += self._bytes.decode()
                 self._bytes.clear()
             return
-        if self._params.skip_special_tokens and self._token_ids[self._num_grown - 1] in _skipped(self._tokenizer):
+        skipped = _skipped(self._tokenizer) if self._params.skip_special_tokens else ()
+        if piece is None or self._token_ids[self._num_grown - 1] in skipped:  # None: the model's id is no token
             return  # it does not end a run of byte tokens
         shown = self._decode(self._token_ids[self._window : self._num_shown])
         grown = self._decode(self._token_ids[self._window : self._num_grown])

@@ -213,11 +213,11 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
             model, info = _load(config, described, layers, with_embedding, options)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}") from error
-    except _UNPICKLING_ERRORS as error:  # torch's message recommends to run the file's code
-        raise CheckpointError(
-            f"model {config.model!r} could not be loaded: its .bin files are damaged or hold more than tensors; use a "
-            "checkpoint in safetensors"
-        ) from error
+    except _UNPICKLING_ERRORS as error:
+        reason = f"{in_one_line(error)} (see its config.json)"
+        if not any(Path(config.model).glob("*.safetensors")):  # torch's message recommends to run the files' code
+            reason = "its .bin files are damaged or hold more than tensors; use a checkpoint in safetensors"
+        raise CheckpointError(f"model {config.model!r} could not be loaded: {reason}") from error
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(str(name) for name in info.get(problem) or ())
         if names:
@@ -242,7 +242,7 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
             )
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except LOADING_ERRORS as error:
         raise CheckpointError(f"tokenizer {source!r} could not be loaded: {error}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # some families accept a folder without files
         raise CheckpointError(f"tokenizer {source!r} has no vocabulary: its files are missing; set option 'tokenizer'")

@@ -36,6 +36,7 @@ FIELDS: dict[str, Callable[[list[Text]], dict[str, Any]]] = {
     "sequence_bias": lambda plain: {
         "sequence_bias": [[[plain[0][1]], -4.0], [[*plain[2][2:5]], -9.5], [[*plain[1][:2]], -9.0], [[17], 1.5]]
     },
+    "a bias given twice": lambda plain: {"sequence_bias": [[[17], 90.0], [[plain[0][1]], -4.0], [[17], 1.5]]},
     "bias before the penalty": lambda plain: {"sequence_bias": [[[plain[0][1]], 3.0]], "repetition_penalty": 1.5},
     "min_new_tokens": lambda plain: {"min_new_tokens": 9, "eos_token_id": [plain[0][4], plain[1][2], plain[2][0]]},
     "min_length": lambda plain: {"min_length": 14, "eos_token_id": [plain[0][2], plain[1][2]]},

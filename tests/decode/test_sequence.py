@@ -177,6 +177,13 @@ def test_the_stream_is_what_the_whole_text_says_wherever_it_ends(name: str, data
         assert "".join(one.text for one in told) == output.text == whole
 
 
+@pytest.mark.parametrize("stop", [(), ("never there",)])
+def test_an_id_that_is_no_token_does_not_end_a_run_of_byte_tokens(stop: tuple[str, ...]) -> None:
+    tokens = [258, *"東".encode(), 999, 0x80, 258]
+    _, output, told = _streamed(tokens, [1] * len(tokens), tokenizer=_byte_fallback(), eos=-1, stop=stop)
+    assert "".join(one.text for one in told) == output.text == _byte_fallback().decode(tokens)
+
+
 def test_a_stop_string_of_byte_tokens_ends_the_text_at_its_last_byte() -> None:
     tokens = [257, *"\n東京".encode(), 258, 258]
     for stop, num_tokens, text in (("\n", 2, "the"), ("京", 8, "the\n東"), ("東京", 8, "the\n"), ("京a", 9, "the\n東")):

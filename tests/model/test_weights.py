@@ -74,6 +74,14 @@ def test_weights_that_are_no_plain_tensors_are_an_error(tmp_path: Path, content:
         load_model(_config(folder))
 
 
+def test_a_value_in_the_config_that_torch_refuses_is_named(tmp_path: Path) -> None:
+    folder = _copy(tmp_path)
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(content | {"pad_token_id": 10**6}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"could not be loaded: Padding_idx .* \(see its config.json\)"):
+        load_model(_config(folder))
+
+
 def test_the_sizes_of_a_composite_model_are_those_of_its_language_model() -> None:
     config = AutoConfig.for_model("gemma3", text_config={"num_hidden_layers": 3, "vocab_size": 77})
     assert (num_layers(config), vocab_size(config)) == (3, 77)
@@ -104,6 +112,15 @@ def test_the_generation_config_has_the_word_on_the_end_of_a_text(
     if of_generation is None:
         (tmp_path / "generation_config.json").unlink()
         assert eos_token_ids(_config(tmp_path)) == expected, "by the config"
+
+
+def test_a_tokenizer_whose_file_has_a_value_of_another_type_is_an_error(tmp_path: Path) -> None:
+    folder = shutil.copytree(demo.model_path(), tmp_path / "model")
+    (folder / "chat_template.jinja").unlink()
+    content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(content | {"chat_template": ["x"]}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tokenizer .* could not be loaded"):
+        load_tokenizer(_config(folder))
 
 
 def test_no_tokenizer_is_an_error() -> None:
