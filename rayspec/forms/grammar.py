@@ -153,12 +153,14 @@ class Grammars:
             return
         except BaseException as error:  # noqa: BLE001 - whoever has the future gets it
             future.set_exception(error)
-        self._wishes.pop(form, None)
+        with self._lock:
+            if self._in_use.get(form) is future:  # else the wishes are for another future
+                self._wishes.pop(form, None)
 
     def _compile(self, form: StructuredOutputsParams, most_s: int) -> CompiledForm:
         with self._lock:
             if not any(is_wanted() for is_wanted in self._wishes[form]):
-                del self._in_use[form]
+                del self._in_use[form], self._wishes[form]
                 self._kept.pop(form, None)
                 raise CancelledError
         name = next(name for name in FORMS if getattr(form, name) is not None)

@@ -437,6 +437,18 @@ def _await(event: threading.Event) -> None:
     event.wait()
 
 
+def test_a_form_that_is_wanted_again_while_it_is_given_up_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.forms.grammar._NUM_THREADS", 1)
+    grammars, form, event = _grammars(), StructuredOutputsParams(regex="a"), threading.Event()
+    grammars._threads.submit("", partial(_await, event))
+    given_up, again = grammars.compiled(form, lambda: False), list[Any]()
+    given_up.add_done_callback(lambda _: again.append(grammars.compiled(form)))
+    event.set()
+    wait_until(lambda: bool(again))
+    assert isinstance(given_up.exception(), CancelledError)
+    assert again[0].result(60).mask.any()
+
+
 def test_owners_have_their_forms_compiled_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayspec.forms.grammar._NUM_THREADS", 1)
     grammars, event, order = _grammars(), threading.Event(), list[str]()
