@@ -152,16 +152,23 @@ class Grammars:
             self._patient.submit(owner, partial(self._settle, form, owner, future, MOST_S))
             return
         except BaseException as error:  # noqa: BLE001 - whoever has the future gets it
+            if isinstance(error.__cause__, OSError):  # of a process: the next request may succeed
+                with self._lock:
+                    self._drop(form)
             future.set_exception(error)
         with self._lock:
             if self._in_use.get(form) is future:  # else the wishes are for another future
                 self._wishes.pop(form, None)
 
+    def _drop(self, form: StructuredOutputsParams) -> None:
+        """Let the next request compile the form again."""
+        del self._in_use[form], self._wishes[form]
+        self._kept.pop(form, None)
+
     def _compile(self, form: StructuredOutputsParams, most_s: int) -> CompiledForm:
         with self._lock:
             if not any(is_wanted() for is_wanted in self._wishes[form]):
-                del self._in_use[form], self._wishes[form]
-                self._kept.pop(form, None)
+                self._drop(form)
                 raise CancelledError
         name = next(name for name in FORMS if getattr(form, name) is not None)
         try:

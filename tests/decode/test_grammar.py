@@ -437,6 +437,16 @@ def _await(event: threading.Event) -> None:
     event.wait()
 
 
+def test_a_form_is_compiled_again_after_its_process_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, form = _grammars(), StructuredOutputsParams(regex="a")
+    with monkeypatch.context() as broken:
+        broken.setattr(sys, "executable", "/bin/true")
+        failed = grammars.compiled(form)
+        with pytest.raises(GrammarError, match=r"ended: try again|Broken pipe"):
+            failed.result()
+    assert grammars.compiled(form).result().mask.any()
+
+
 def test_a_form_that_is_wanted_again_while_it_is_given_up_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayspec.forms.grammar._NUM_THREADS", 1)
     grammars, form, event = _grammars(), StructuredOutputsParams(regex="a"), threading.Event()
