@@ -37,6 +37,10 @@ class PlacementError(RayspecError):
     kind = "placement"
 
 
+class ShardEndedError(PlacementError):
+    """A shard's process ended while it was started. The next start may be better."""
+
+
 class Process:
     """An actor of a replica, which is called and then serves until it ends.
 
@@ -157,8 +161,8 @@ def start_process(kind: type, *arguments: object, name: str, **place: Any) -> Pr
 
 
 def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:
-    """Return the results of calls of actors. Raises a RayspecError of an actor as it was raised, and PlacementError
-    after a timeout, the death of an actor or any other error in an actor."""
+    """Return the results of calls of actors. Raises a RayspecError of an actor as it was raised, ShardEndedError after
+    the death of an actor, and PlacementError after a timeout or any other error in an actor."""
     done, left = wait(calls, timeout_s, FIRST_EXCEPTION)
     try:
         for call in done:
@@ -168,7 +172,7 @@ def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:
             raise error.cause from None
         raise PlacementError(f"a shard failed while it was started: {first_line(error.cause)}") from error
     except RayError as error:
-        raise PlacementError(f"a shard ended while it was started: {first_line(error)}") from error
+        raise ShardEndedError(f"a shard ended while it was started: {first_line(error)}") from error
     if left:
         raise PlacementError(f"the shards were not ready within {timeout_s:.0f} s: raise start_timeout_s")
     return [call.result() for call in calls]

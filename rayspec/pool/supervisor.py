@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import ray
 
 from rayspec.decode.engine_loop import EngineDeadError, LoopThread
-from rayspec.pipeline.placement import PlacementError, sized
+from rayspec.pipeline.placement import PlacementError, ShardEndedError, sized
 from rayspec.pipeline.recovery import Restarts
 from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
 from rayspec.pool.worker import Beginning, Callback, CommonDType, EngineFactory, RemoteEngine, WorkerMethod, num_engines
@@ -270,7 +270,7 @@ class EngineSupervisor:
             self._deal()  # isolated items go elsewhere
             logger.warning("an engine finds no place, and is tried again in %.0f s: %s", _PLACE_AGAIN_S, error)
             return _PLACE_AGAIN_S
-        can_pass = self._was_loaded or isinstance(error, EngineDeadError)
+        can_pass = self._was_loaded or isinstance(error, EngineDeadError | ShardEndedError)
         delay_s = slot.restarts.next_delay_s() if can_pass else None
         if delay_s is not None:
             logger.warning("an engine could not be loaded, and is started again: %s", error)

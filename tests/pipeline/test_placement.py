@@ -1,11 +1,20 @@
 """Placement groups, on a real Ray."""
 
+import os
+
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from rayspec.config import ParallelOptions
-from rayspec.pipeline.placement import Bundles, PlacementError, remove_orphaned_groups
+from rayspec.pipeline.placement import (
+    Bundles,
+    PlacementError,
+    ShardEndedError,
+    remove_orphaned_groups,
+    start_process,
+    wait_for,
+)
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
@@ -53,6 +62,15 @@ class Stand:
 
     def spec(self) -> object:
         return self._spec
+
+    def end(self) -> None:
+        os._exit(1)
+
+
+def test_a_shard_that_ends_while_it_is_started_has_an_error_of_its_own() -> None:
+    process = start_process(Stand, None, name="stand", num_cpus=0)
+    with pytest.raises(ShardEndedError, match="a shard ended while it was started"):
+        wait_for([process.ask("end")], 60.0)
 
 
 def test_the_ranks_of_a_stage_share_a_bundle_which_is_on_one_node() -> None:

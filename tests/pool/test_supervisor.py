@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.placement import PlacementError
+from rayspec.pipeline.placement import PlacementError, ShardEndedError
 from rayspec.pool.dispatch import EngineKilledError
 from rayspec.pool.supervisor import DrainingError, EngineSupervisor, merged_stats
 from rayspec.pool.worker import NodeLostError
@@ -307,6 +307,22 @@ class TestSeveralEngines:
         assert asyncio.run(run()) == self.ALL_DONE
         assert 30.0 in lab.slept_s
         assert len(lab.engines) == 3
+
+    @pytest.mark.parametrize("num_engines", [1, 2])
+    def test_an_engine_whose_shard_ends_during_the_first_start_is_started_again(self, num_engines: int) -> None:
+        async def loading(number: int) -> None:
+            if number == 1:
+                raise ShardEndedError("killed")
+
+        async def run() -> dict[str, Outcome]:
+            supervisor = lab.supervisor(num_engines=num_engines)
+            await supervisor.begin()
+            await until(lambda: is_whole(supervisor))
+            return await lab.run(self.MANY, supervisor)
+
+        lab = Lab(loading=loading)
+        assert asyncio.run(run()) == self.ALL_DONE
+        assert len(lab.engines) == num_engines + 1
 
     @pytest.mark.parametrize("how", ["frozen", "ended"])
     def test_an_engine_that_is_silent_or_ends_without_items_is_replaced_at_once(self, how: str) -> None:
