@@ -7,6 +7,7 @@ import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
 import pydantic
@@ -68,11 +69,13 @@ class Options(pydantic.BaseModel):
             raise ConfigError("; ".join(_explain(type(self), item) for item in own)) from None
 
     @model_validator(mode="after")
-    def _fits_64_bits(self) -> Self:
+    def _fits_the_machine(self) -> Self:
         for name, value in self:
             too_large = [number for number in _integers(value) if not -(2**63) <= number < 2**63]
             if too_large:
                 raise ValueError(f"option {name!r} is {too_large[0]}: it must fit 64 bits")
+            if name.endswith("_s") and value is not None and value > TIMEOUT_MAX:
+                raise ValueError(f"option {name!r} is {value:g}: it must be at most {TIMEOUT_MAX:g} seconds")
         return self
 
     def replace(self, **changes: Any) -> Self:
@@ -169,7 +172,10 @@ def _split_pairs(value: Any) -> Any:
     pairs = [pair.partition("=") for pair in value]
     if not all(name and text for name, _, text in pairs):
         raise ValueError("write it as NAME=VALUE")
-    return {name: text for name, _, text in pairs}
+    found = {name: text for name, _, text in pairs}
+    if len(found) < len(pairs):
+        raise ValueError("a name stands twice; leave one out")
+    return found
 
 
 # Of an option that is a tuple: a flag gives `1,2`, or is repeated. Of a mapping: each flag gives NAME=VALUE.

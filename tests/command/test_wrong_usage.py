@@ -17,6 +17,8 @@ WRONG = [
     (f"{BENCH} --context 100,1k", "option 'context.1' is '1k'"),
     (f"{BENCH} --strategies ,", "option 'strategies.0' is ''"),
     (f"{BENCH} --plans a.json", "option 'plans' is ['a.json']: write it as NAME=VALUE"),
+    (f"{BENCH} --plans a=b.json --plans a=c.json", "a name stands twice"),
+    ("summarize --model absent --drain-s 1e20", "option 'drain_s' is 1e+20: it must be at most 9.22337e+09 seconds"),
     (f"{BENCH} --widen 0", "option 'widen' is 0"),
     (f"{BENCH} --widen {2**63 - 1}", "it must be less than or equal to 64"),
     (f"{BENCH} --num-prompts {2**63 - 1}", "it must be less than or equal to 100000"),
