@@ -263,6 +263,8 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
 
     lines = limited()
     first = next(lines, "")
+    if "\0" in first[:4]:
+        raise _like_utf16(piece.name)
     delimiter = max(",;\t", key=first.count)
     rows = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
     _check_unique(rows.fieldnames or (), columns, piece)
@@ -364,10 +366,14 @@ _JSON, _ANY_JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys), json.J
 _GAP = re.compile(r"[\s,]*")
 
 
+def _like_utf16(source: str) -> InputFileError:
+    return InputFileError(f"{source}: not UTF-8, but like UTF-16 or UTF-32; convert the file to UTF-8", "not_utf8")
+
+
 def _decoded(content: bytes, source: str) -> str:
     """Return a text without its byte-order mark. Raises InputFileError."""
     if b"\0" in content[:4]:
-        raise InputFileError(f"{source}: not UTF-8, but like UTF-16 or UTF-32; convert the file to UTF-8", "not_utf8")
+        raise _like_utf16(source)
     try:
         return content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:

@@ -402,6 +402,7 @@ def test_a_folder_of_hugging_faces_save_to_disk_is_its_rows(tmp_path: Path) -> N
         ("a.txt", b"", "empty_file"),
         ("a.txt", "plain".encode("utf-16-be"), "not_utf8"),
         ("a.jsonl", '{"text": "plain"}'.encode("utf-16-be"), "not_utf8"),
+        ("a.csv", "id,text\n1,plain\n".encode("utf-16"), "not_utf8"),
     ],
 )  # fmt: skip
 def test_mistakes_of_a_format_are_bad_rows(tmp_path: Path, name: str, content: bytes | None, outcomes: str) -> None:
