@@ -45,6 +45,12 @@ def base_model(folder: str) -> str | None:
     return base
 
 
+def check_adapters(folders: Mapping[str, str]) -> None:
+    """Raise CheckpointError for an adapter whose folder has no config that can be read."""
+    for folder in folders.values():
+        _config_of(folder)
+
+
 @torch.inference_mode()
 def install_adapters(parts: Decomposition, folders: Mapping[str, str], *, first: int = 1) -> None:
     """Read the adapters in `folders`, by name, and give them to the fused sublayers of a model or span. They have the

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -82,12 +83,16 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
     come. Raises ConfigError, CheckpointError, DeploymentError."""
     with address.bound() as listener:
         bound = Address(host=address.host, port=listener.getsockname()[1])
-        engines = [config.engine for config in options.llm_configs if config.engine.model not in BUNDLED]
+        engines = [config.engine for config in options.llm_configs]
+        engines = [engine for engine in engines if engine.lora_modules or engine.model not in BUNDLED]
         if engines and _RAY_ADDRESS not in os.environ:  # a cluster's nodes may have other files
-            from rayspec.model.weights import load_config  # noqa: PLC0415 - it brings torch and transformers
+            # They bring torch and transformers.
+            from rayspec.model.adapters import check_adapters  # noqa: PLC0415
+            from rayspec.model.weights import load_config  # noqa: PLC0415
 
-            for engine in engines:
-                load_config(engine.replace(model=local_path(engine.model)))  # finds errors before Ray starts
+            for engine in engines:  # finds errors before Ray starts
+                load_config(engine.replace(model=local_path(engine.model)))
+                check_adapters(engine.lora_modules)
         if options.batches is not None and _RAY_ADDRESS not in os.environ:
             _check_folder(options.batches)
         with ray_session():
@@ -114,7 +119,10 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
     try:
         handles = dict(zip(models, serve.run_many(targets), strict=True))
     except RuntimeError as error:
-        raise DeploymentError(f"the endpoint could not be started: {error}") from error
+        made = [one for app in serve.status().applications.values() for one in app.deployments.values()]
+        tracebacks = [one.message.rstrip() for one in made if one.status == "DEPLOY_FAILED"]
+        causes = [re.sub(r"^[\w.]+: ", "", traceback.rpartition("\n")[2]) for traceback in tracebacks]
+        raise DeploymentError(f"the endpoint could not be started: {'; '.join(causes) or error}") from error
     runner, batches = None, bind_runner(options, handles)
     if batches is not None:
         runner = serve.run(batches, name=_RUNNER_APP, route_prefix=None, logging_config=_QUIET)

@@ -48,6 +48,13 @@ def test_a_folder_of_batches_that_is_none_is_told_before_anything_starts(tmp_pat
         assert result.stderr.startswith(f"error: option 'batches' is '{place}', which cannot be used")
 
 
+def test_a_missing_adapter_is_an_error_before_the_endpoint_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    result = CliRunner().invoke(app, ["serve", "demo", "--port", "0", "--lora-modules", "a=/no/where"])
+    assert result.exit_code == 1
+    assert "the adapter '/no/where' has no readable adapter_config.json" in result.stderr
+
+
 def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path / "absent")])
@@ -72,6 +79,18 @@ def process(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
     yield started
     started.kill()
     started.communicate()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_reason_why_a_model_cannot_be_loaded_is_named(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    command = [*SERVE, "demo", *FLAGS, "--lora-modules", f"a={tmp_path}"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+    assert ended.returncode == 1
+    reason = f"the adapter '{tmp_path}' has peft_type None, not LORA"
+    assert f"error: the endpoint could not be started: {reason}" in ended.stderr, ended.stderr
 
 
 @pytest.mark.exhaustive
