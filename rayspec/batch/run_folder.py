@@ -46,6 +46,7 @@ from rayspec.types import ConfigError, RayspecError
 Status = Literal["running", "complete", "interrupted"]
 FileFormat = Literal["parquet", "jsonl"]
 _FORMATS: Mapping[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
+_NOT_WRITTEN = (".arrow", ".csv", ".gz", ".json", ".ndjson", ".tsv", ".txt", ".xlsx", ".zst")  # and hardly a folder
 PART_NAME: Final = r"part-\d{6,}-[0-9a-f]{8}\.parquet"
 _DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23
@@ -325,8 +326,12 @@ class RunFolder:
 def output_places(output: str, file_format: FileFormat | None) -> tuple[Location, Location | None, FileFormat]:
     """Return the run folder of an output, the file that all rows go to, and its format. The file is None for an output
     that is a folder. Raises ConfigError."""
+    if not output.strip():
+        raise ConfigError(f"option 'output' is {output!r}: name a file or folder; . stands for this one")
     place = Location.parse(output)
     named: FileFormat | None = _FORMATS.get(place.suffix)
+    if place.suffix in _NOT_WRITTEN and not place.is_folder:
+        raise ConfigError(f"option 'output' is {output!r}: name a .jsonl or .parquet file, or a folder")
     if named is None or place.is_folder:
         return place, None, file_format or "parquet"
     if file_format not in (None, named):

@@ -364,6 +364,14 @@ def test_a_file_of_something_else_is_not_replaced_unasked(tmp_path: Path) -> Non
     assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == ""
     with pytest.raises(ConfigError, match=r"option 'format' is 'jsonl' and option 'output' is 'x\.parquet': leave"):
         output_places("x.parquet", "jsonl")
+    for name in ("", " "):
+        with pytest.raises(ConfigError, match=r"option 'output' is ' ?': name a file or folder"):
+            output_places(name, None)
+    for name in ("x.csv", "x.JSON", "x.jsonl.gz"):
+        with pytest.raises(ConfigError, match=rf"{name}': name a \.jsonl or \.parquet file, or a folder"):
+            output_places(name, None)
+        (tmp_path / name).mkdir()
+        assert output_places(str(tmp_path / name), None)[1] is None
     (tmp_path / "x.parquet").mkdir()
     assert output_places(str(tmp_path / "x.parquet"), None)[1] is None, "a folder, whatever its name"
 
