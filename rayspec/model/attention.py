@@ -325,12 +325,13 @@ class _Attention:
         if len(calls.whole) == 1 and isinstance(rows := calls.whole[0].rows, slice) and rows == slice(0, num_rows):
             return self._seen(calls.whole[0]).transpose(0, 1).contiguous()  # some families call view()
         if len(calls.alone) == num_rows:
-            return torch.cat(self._seen_alone(calls.alone))
+            return self._seen_alone(calls.alone)
         output = self._merged(calls.pieces) if calls.pieces else self._zeros(self.query.dtype)
         for call in calls.whole:
             output[call.rows] = self._seen(call).transpose(0, 1)
-        for (row, _), seen in zip(calls.alone, self._seen_alone(calls.alone), strict=True):
-            output[row] = seen[0]
+        if calls.alone:
+            for (row, _), seen in zip(calls.alone, self._seen_alone(calls.alone), strict=True):
+                output[row] = seen
         if calls.few is not None:
             output[calls.few[0]] = self._seen_in_few(*calls.few)
         return output
@@ -578,15 +579,19 @@ class _Attention:
             mixed = _sdpa(folded, keys, values, mask, self.kind.scaling)
         return mixed.reshape(*query.shape[:2], values.shape[-1])
 
-    def _seen_alone(self, calls: Sequence[tuple[int, _Call]]) -> list[Tensor]:
-        """Return what `_seen` does for calls of one row, by fewer operations: [1, H, D_v] for each."""
+    def _seen_alone(self, calls: Sequence[tuple[int, _Call]]) -> Tensor:
+        """Return what `_seen` does for calls of one row, by fewer operations: [m, H, D_v]."""
         rows = self.query.view(1, len(self.own[0]), self._group_size, *self.query.shape[1:]).unbind(3)
-        found = list[Tensor]()
+        all_keys, all_values = self.cached[0][None], self.cached[1][None]
+        found = []
         for row, call in calls:
-            keys, values = self._keys_and_values(call)
-            seen = scaled_dot_product_attention(rows[row], keys[None], values[None], call.mask, scale=self.kind.scaling)
-            found.append(seen.flatten(1, 2))
-        return found
+            assert call.slots is not None, "only chunks read their own keys"
+            if isinstance(call.slots, slice):
+                keys, values = all_keys[:, :, call.slots], all_values[:, :, call.slots]
+            else:
+                keys, values = all_keys.index_select(2, call.slots), all_values.index_select(2, call.slots)
+            found.append(scaled_dot_product_attention(rows[row], keys, values, call.mask, scale=self.kind.scaling))
+        return torch.cat(found).flatten(1, 2)
 
     def _seen_in_few(self, rows: slice | Tensor, slots: Tensor, mask: Tensor) -> Tensor:
         """Return the attention of rows that read few keys, [T * B, H, D_v], by one call. Key heads take its batch axis,

@@ -20,7 +20,8 @@ from rayspec.model.sublayers import Decomposition, Sublayer
 # largest count that seems to agree with the smaller ones may belong to another kernel.
 _MOST_ROWS = (64, 32, 16, 8)
 _LEAST_ROWS = (1, 2, 4, 8)
-# Random inputs for each test: so many that passes of 64 rows give `_NUM_TESTED` results, but at most `_MAX_TRIALS`.
+# Random inputs for each test: so many that passes of 64 rows give `_NUM_TESTED` results, but at most `_MAX_TRIALS`. The
+# counts above are tested by as many results.
 _NUM_TESTED = 2**18
 _MAX_TRIALS = 4
 # The test of chains: their numbers of rows, and the places before them. The kernel reads 512 keys at a time.
@@ -59,7 +60,7 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
     kinds = _one_of_each_kind(parts)
     agreements = [_agreement_of_kind(parts, sublayer) for sublayer in kinds]
     if parts.lm_head is not None:
-        agreements.append(_agreement(lambda count, trial: parts.head(_rows(parts, count, trial))))
+        agreements.append(_agreement(lambda some, trial: parts.head(_rows(parts, some, trial))))
     for most in _MOST_ROWS:
         least = max((agreement[most] for agreement in agreements), default=1)
         allowed = [count for count in _LEAST_ROWS if least <= count <= most]
@@ -90,29 +91,38 @@ def _agreement_of_kind(parts: Decomposition, sublayer: Sublayer) -> dict[int, in
     """Return the `_agreement` of a sublayer. Every row is a sequence of one token."""
     cache = _cache(parts, sublayer, _MOST_ROWS[0] * PAGE_SIZE)
 
-    def result(count: int, trial: int) -> Tensor:
-        spans = [RowSpan(one_run(row * PAGE_SIZE, PAGE_SIZE), 0, 1) for row in range(count)]
+    def result(some: range, trial: int) -> Tensor:
+        spans = [RowSpan(one_run(row * PAGE_SIZE, PAGE_SIZE), 0, 1) for row in some]
         rows = pack(cache, spans, device=parts.device, division="places")
-        return _run(parts, sublayer, rows, trial)
+        return _run(parts, sublayer, rows, _rows(parts, some, trial))
 
     return _agreement(result)
 
 
-def _agreement(result: Callable[[int, int], Tensor]) -> dict[int, int]:
+def _agreement(result: Callable[[range, int], Tensor]) -> dict[int, int]:
     """Return, for each of `_MOST_ROWS`, the smallest count from which on all results up to that count agree. result:
-    gives the results of the first `count` rows of a trial, [count, ...]."""
+    gives the results of these rows of a trial by one pass, [rows, ...]."""
     least = dict.fromkeys(_MOST_ROWS, 1)
-    num_tested = 0
+    num_tested, num_in_row = 0, result(range(1), 0).numel()
+    num_rows = min(_MOST_ROWS[0], -(-_NUM_TESTED // num_in_row))
     for trial in range(_MAX_TRIALS):
-        results = [result(count, trial) for count in range(1, _MOST_ROWS[0] + 1)]
+        results = {}
+        for count in range(1, _MOST_ROWS[0] + 1):
+            firsts = range(0, num_rows, count) if count in {*_LEAST_ROWS, *_MOST_ROWS} else [0]
+            results[count] = torch.cat([result(range(first, first + count), trial) for first in firsts])
         for most in _MOST_ROWS:
-            widest = results[most - 1]
-            differing = [len(one) for one in results[:most] if not torch.equal(one, widest[: len(one)])]
+            differing = [count for count in range(1, most) if _differ(results[count], results[most])]
             least[most] = max(least[most], 1 + max(differing, default=0))
-        num_tested += results[-1].numel()
+        num_tested += _MOST_ROWS[0] * num_in_row
         if num_tested >= _NUM_TESTED:
             break
     return least
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    """Return whether rows that are in both are unequal."""
+    num_rows = min(len(one), len(other))
+    return not torch.equal(one[:num_rows], other[:num_rows])
 
 
 def _chain_is_exact(parts: Decomposition, sublayer: Sublayer, context: int, least: int) -> bool:
@@ -125,7 +135,7 @@ def _chain_is_exact(parts: Decomposition, sublayer: Sublayer, context: int, leas
 
     def result(spans: Sequence[RowSpan]) -> Tensor:
         rows = pack(cache, spans, device=parts.device, pad_to=least, division="blocks")
-        return _run(parts, sublayer, rows, trial=0)
+        return _run(parts, sublayer, rows, _rows(parts, range(len(rows.positions)), 0))
 
     runs = one_run(0, num_slots)
     alone = result([RowSpan(runs, context + row, 1) for row in range(LONGEST_CHAIN)])
@@ -137,17 +147,16 @@ def _cache(parts: Decomposition, sublayer: Sublayer, num_slots: int, num_spare: 
     return KVCache(shapes, num_slots, dtype=parts.dtype, device=parts.device, num_spare=num_spare)
 
 
-def _run(parts: Decomposition, sublayer: Sublayer, rows: PackedRows, trial: int) -> Tensor:
-    """Return the results of a sublayer over random states: [N, hidden_size]."""
-    hidden = _rows(parts, len(rows.positions), trial)
+def _run(parts: Decomposition, sublayer: Sublayer, rows: PackedRows, hidden: Tensor) -> Tensor:
+    """Return the results of a sublayer over states [1, N, hidden_size]: [N, hidden_size]."""
     parts.rotate(hidden, rows)
     return sublayer(hidden, rows)[0]
 
 
-def _rows(parts: Decomposition, count: int, trial: int) -> Tensor:
-    """Return the first `count` rows of the trial's random tensor: [1, count, hidden_size]. The values are small,
-    because large ones would hide differences in what a sublayer adds to them."""
+def _rows(parts: Decomposition, some: range, trial: int) -> Tensor:
+    """Return these rows of the trial's random tensor: [1, rows, hidden_size]. The values are small, because large ones
+    would hide differences in what a sublayer adds to them."""
     generator = torch.Generator().manual_seed(trial)
     size = parts.config.get_text_config().hidden_size
-    rows = torch.randn(1, _MOST_ROWS[0], size, generator=generator)[:, :count] / 32
+    rows = torch.randn(1, _MOST_ROWS[0], size, generator=generator)[:, some.start : some.stop] / 32
     return rows.to(parts.device, parts.dtype)

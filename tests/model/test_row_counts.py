@@ -81,6 +81,16 @@ def test_a_count_in_the_middle_that_matters_is_found(count: int, expected: RowCo
     assert independent_row_counts(changed) == expected
 
 
+def test_a_count_that_matters_in_few_rows_is_found() -> None:
+    def body(hidden: Tensor, rows: Rows) -> Tensor:
+        return hidden + (hidden[..., :1] > 2 / 32) * (hidden.shape[1] == 1)
+
+    parts = parts_of(checkpoint("llama"))
+    bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
+    changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
+    assert independent_row_counts(changed) == RowCounts(2, 64)
+
+
 def test_modules_beside_bodies_are_asked_for_themselves() -> None:
     """As where some weights are fetched: the last sublayer of each kind has a body, the first has none."""
 
