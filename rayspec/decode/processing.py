@@ -247,15 +247,15 @@ class LogitRows(msgspec.Struct, frozen=True):
         return LogitRows(at, samplers, list(compress(self.depths, wanted)), list(compress(self.befores, wanted)))
 
 
-def process(scores: Tensor, rows: LogitRows) -> Tensor:
-    """Change these rows of `scores`, float32 [N, V], from raw to processed logits in place, and return `scores`.
-    Sampled rows are shifted so that their largest score is 0.
+def process(logits: Tensor, rows: LogitRows) -> Tensor:
+    """Return raw logits [N, V] as new scores, float32 [N, V], in which these rows are processed. Sampled rows are shifted
+    so that their largest score is 0.
 
     A row with a finite score keeps at least one. The result for a row with NaN or +inf is undefined, but no error
     occurs. With top_p and without kernels the host synchronises once with the device. Raises InvalidTokenError for a
     token in `before` that a penalty cannot count.
     """
-    return changed(scores, changes_of(rows, len(scores), scores.device))
+    return changed(logits, changes_of(rows, len(logits), logits.device))
 
 
 def changes_of(rows: LogitRows, num_rows: int, device: torch.device) -> list[RowsChange]:
@@ -275,15 +275,15 @@ def changes_of(rows: LogitRows, num_rows: int, device: torch.device) -> list[Row
     return changes
 
 
-def changed(scores: Tensor, changes: Sequence[RowsChange]) -> Tensor:
-    """Apply the changes in place, and return `scores`."""
+def changed(logits: Tensor, changes: Sequence[RowsChange]) -> Tensor:
+    """Return the logits after the changes, as `process` does."""
+    begins_with_copy = bool(changes) and changes[0][0] is _scale and changes[0][2] is None
+    scores = logits.to(torch.float32, copy=not begins_with_copy)
     for change, rows, where in changes:
         if where is None:
-            change(scores, rows)
+            scores = change(scores, rows)
         else:
-            part = scores[where]
-            change(part, rows)
-            scores.index_copy_(0, where, part)
+            scores.index_copy_(0, where, change(scores[where], rows))
     return scores
 
 
@@ -294,16 +294,17 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
         raise InvalidTokenError(f"{name} holds token {bad[0]}: give tokens from 0 to {vocab_size - 1}")
 
 
-_Change = Callable[[Tensor, LogitRows], None]  # changes scores [n, V] in place
+# Returns scores [n, V] changed. All but `_scale` may overwrite those that are given.
+_Change = Callable[[Tensor, LogitRows], Tensor]
 RowsChange = tuple[_Change, LogitRows, Tensor | None]  # with the rows, and where they are if not in order
 
 
-def _leave_allowed(scores: Tensor, rows: LogitRows) -> None:
+def _leave_allowed(scores: Tensor, rows: LogitRows) -> Tensor:
     others = [sampler.others for sampler in rows.samplers if sampler.others is not None]
-    scores.masked_fill_(torch.stack(others), -math.inf)
+    return scores.masked_fill_(torch.stack(others), -math.inf)
 
 
-def _keep_form(scores: Tensor, rows: LogitRows) -> None:
+def _keep_form(scores: Tensor, rows: LogitRows) -> Tensor:
     """Forbid tokens that would break the form of the output."""
     by_constraint: dict[int, tuple[Constraint, list[int]]] = {}
     for at, sampler in enumerate(rows.samplers):
@@ -316,14 +317,13 @@ def _keep_form(scores: Tensor, rows: LogitRows) -> None:
             where += of_sequence
             words.append(masks)
     if not words:
-        return
+        return scores
     bits = torch.cat(words).to(scores.device).unsqueeze(2) & _bits_of_word(scores.device)
     forbidden = (bits == 0).flatten(1)[:, : scores.shape[1]]
     if where == list(range(len(rows.at))):
-        scores.masked_fill_(forbidden, -math.inf)
-    else:
-        index = integers(where, scores.device)
-        scores.index_copy_(0, index, scores[index].masked_fill_(forbidden, -math.inf))
+        return scores.masked_fill_(forbidden, -math.inf)
+    index = integers(where, scores.device)
+    return scores.index_copy_(0, index, scores[index].masked_fill_(forbidden, -math.inf))
 
 
 @cache
@@ -331,7 +331,7 @@ def _bits_of_word(device: torch.device) -> Tensor:
     return torch.tensor([1 << bit for bit in range(31)] + [-(1 << 31)], dtype=torch.int32, device=device)
 
 
-def _add_biases(scores: Tensor, rows: LogitRows) -> None:
+def _add_biases(scores: Tensor, rows: LogitRows) -> Tensor:
     pairs = zip(rows.samplers, rows.befores, strict=True)
     found = [sampler.biased.after(sampler.token_ids, before) for sampler, before in pairs]
     where = _places(
@@ -340,10 +340,10 @@ def _add_biases(scores: Tensor, rows: LogitRows) -> None:
         scores.device,
     )
     more = _column([bias for each in found for _, bias in each], scores).squeeze(1)
-    scores.index_put_(where, torch.cat([*(sampler.biases for sampler in rows.samplers), more]), accumulate=True)
+    return scores.index_put_(where, torch.cat([*(sampler.biases for sampler in rows.samplers), more]), accumulate=True)
 
 
-def _forbid(scores: Tensor, rows: LogitRows) -> None:
+def _forbid(scores: Tensor, rows: LogitRows) -> Tensor:
     """Forbid tokens, except in rows that have no other token."""
     always = map(TokenSampler.always_forbidden, rows.samplers, rows.depths)
     after = map(TokenSampler.forbidden_after, rows.samplers, rows.befores)
@@ -354,10 +354,10 @@ def _forbid(scores: Tensor, rows: LogitRows) -> None:
     )
     masked = scores.index_put(where, scores.new_tensor(-math.inf))
     nothing_left = masked.amax(1, keepdim=True) == -math.inf
-    scores.copy_(torch.where(nothing_left, scores, masked))
+    return torch.where(nothing_left, scores, masked)
 
 
-def _penalise(scores: Tensor, rows: LogitRows) -> None:
+def _penalise(scores: Tensor, rows: LogitRows) -> Tensor:
     """Apply the repetition penalty of CTRL (Keskar et al., 2019) over prompt and output, and OpenAI's presence and
     frequency penalties over the output. Finite scores stay finite."""
     counts = torch.stack([sampler.counts for sampler in rows.samplers])
@@ -372,41 +372,43 @@ def _penalise(scores: Tensor, rows: LogitRows) -> None:
     params = [sampler.params for sampler in rows.samplers]
     repetition = _column([min(max(one.repetition_penalty, 1e-30), 1e30) for one in params], scores)
     scaled = torch.where(scores > 0, scores / repetition, scores * repetition).clamp_(-_LARGEST, _LARGEST)
-    scores.copy_(torch.where(is_repeated & scores.isfinite(), scaled, scores))
+    scores = torch.where(is_repeated & scores.isfinite(), scaled, scores)
     scores.sub_(_column([one.frequency_penalty for one in params], scores) * counts)
-    scores.sub_(_column([one.presence_penalty for one in params], scores) * is_in_output)
+    return scores.sub_(_column([one.presence_penalty for one in params], scores) * is_in_output)
 
 
-def _force(scores: Tensor, rows: LogitRows) -> None:
+def _force(scores: Tensor, rows: LogitRows) -> Tensor:
     forced = enumerate(map(TokenSampler.forced_after, rows.samplers, rows.depths))
     where = _places([(at, tokens) for at, tokens in forced if tokens is not None], (), scores.device)
-    scores.fill_(-math.inf).index_put_(where, scores.new_tensor(0.0))
+    return scores.fill_(-math.inf).index_put_(where, scores.new_tensor(0.0))
 
 
-def _scale(scores: Tensor, rows: LogitRows) -> None:
+def _scale(scores: Tensor, rows: LogitRows) -> Tensor:
     """Divide by the temperature, after a shift to a maximum of 0 so that no temperature causes an overflow."""
-    scores.sub_(scores.amax(1, keepdim=True))
+    shifted = scores - scores.amax(1, keepdim=True)
     temperatures = [sampler.params.temperature for sampler in rows.samplers]
-    if temperatures.count(1) < len(temperatures):
-        scores.div_(_column(temperatures, scores))
+    if temperatures.count(1) == len(temperatures):
+        return shifted
+    return shifted.div_(_column(temperatures, scores))
 
 
-def _cut_to_min_p(scores: Tensor, rows: LogitRows) -> None:
+def _cut_to_min_p(scores: Tensor, rows: LogitRows) -> Tensor:
     least = _column([math.log(sampler.params.min_p) for sampler in rows.samplers], scores)
-    scores.masked_fill_(scores < least, -math.inf)
+    return scores.masked_fill_(scores < least, -math.inf)
 
 
-def _cut_to_top_k(scores: Tensor, rows: LogitRows) -> None:
+def _cut_to_top_k(scores: Tensor, rows: LogitRows) -> Tensor:
     """Keep the top k scores and all ties with the k-th, as vLLM and transformers do."""
     counts = [sampler.params.top_k for sampler in rows.samplers]
     last = integers(counts, scores.device).unsqueeze(1) - 1
     weakest = scores.topk(max(counts), dim=1).values.gather(1, last)
-    scores.masked_fill_(scores < weakest, -math.inf)
+    return scores.masked_fill_(scores < weakest, -math.inf)
 
 
-def _cut_to_top_p(scores: Tensor, rows: LogitRows) -> None:
+def _cut_to_top_p(scores: Tensor, rows: LogitRows) -> Tensor:
     top_p = _column([sampler.params.top_p for sampler in rows.samplers], scores, dtype=torch.float64)
     rows.samplers[0].operators.cut_to_top_p(scores, top_p)
+    return scores
 
 
 # The changes in their order, each with whether a sequence asks for it.

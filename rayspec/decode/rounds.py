@@ -604,7 +604,7 @@ def verify_rejection(logits: Tensor, rows: Sequence[Rows], draft_logits: Sequenc
         if given is not None:
             draft_rows[row.start : row.start + len(given)] = range(num_dense, num_dense + len(given))
             num_dense += len(given)
-    scores = process(logits.to(torch.float32, copy=True), logit_rows(rows))
+    scores = process(logits, logit_rows(rows))
     dense = [given for given in draft_logits if given is not None]
     lengths = [len(row.pending) for row in rows]
     samplers = [row.sampler for row in rows]

@@ -222,7 +222,7 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = No
     if all(row.sampler.is_argmax for row in rows):
         return argmax(logits)
     own = logit_rows([row for row in rows if not row.sampler.is_argmax])
-    scores = process(logits.to(torch.float32, copy=True), own)
+    scores = process(logits, own)
     return argmax((noise or Noise()).added(scores, Stream.TARGET, own))
 
 
@@ -247,7 +247,7 @@ def draft_tokens(
     coupled = verification == "coupled"
     pending = [row.pending for row in rows]
     last = LogitRows(list(range(len(rows))), [row.sampler for row in rows], list(map(len, pending)), pending)
-    scores = process(logits.to(torch.float32, copy=True), last)
+    scores = process(logits, last)
     stream = Stream.TARGET if coupled else Stream.DRAFT
     drawn = (noise or Noise()).added(scores, stream, last, winner_only=num_ranked == 0)
     is_shifted = not any(sampler.greedy for sampler in last.samplers)
@@ -273,7 +273,7 @@ class PlainSteps:
             return argmax(logits)
         if self._changes is None or self._reads_depth:
             self._changes = changes_of(self._rows(ahead), len(logits), logits.device)
-        scores = changed(logits.to(torch.float32, copy=True), self._changes)
+        scores = changed(logits, self._changes)
         if not ahead:
             self._known = self._noise.of_steps(self._num_steps, scores)
         if self._known is not None:

@@ -53,7 +53,7 @@ def processed(sampler: TokenSampler, logits: Tensor, pending: Sequence[int], *, 
     """The logits that the sequence samples from, [m, V]. Row j follows the committed tokens and pending[:first + j]."""
     befores = [pending[: first + at] for at in range(len(logits))]
     rows = LogitRows(list(range(len(logits))), [sampler] * len(logits), list(map(len, befores)), befores)
-    return process(logits.to(torch.float32, copy=True), rows)
+    return process(logits, rows)
 
 
 def chosen(sampler: TokenSampler, logits: Tensor, pending: Sequence[int] = ()) -> Tensor:
