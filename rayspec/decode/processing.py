@@ -248,8 +248,8 @@ class LogitRows(msgspec.Struct, frozen=True):
 
 
 def process(logits: Tensor, rows: LogitRows) -> Tensor:
-    """Return raw logits [N, V] as new scores, float32 [N, V], in which these rows are processed. Sampled rows are shifted
-    so that their largest score is 0.
+    """Return raw logits [N, V] in new memory as float32, with these rows processed. Sampled rows are shifted so that
+    their largest score is 0.
 
     A row with a finite score keeps at least one. The result for a row with NaN or +inf is undefined, but no error
     occurs. With top_p and without kernels the host synchronises once with the device. Raises InvalidTokenError for a

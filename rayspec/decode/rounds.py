@@ -54,12 +54,12 @@ from rayspec.decode.processing import TokenSampler, process
 from rayspec.decode.runner import Operators, Stopwatch, integers, queued_s, seconds
 from rayspec.decode.sampling import (
     Drafts,
+    DraftSteps,
     Noise,
     PlainSteps,
     Rows,
     Stream,
     argmax,
-    draft_tokens,
     finite_rows,
     logit_rows,
     row_keys,
@@ -517,15 +517,11 @@ def _drawn(
     samplers = [head.sampler(work.entries[index].sequence_id) for index in active]
     left = (work.entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active)
     num_steps = 1 if any(sampler.reads_history for sampler in samplers) else min(head.draft_look_interval, *left)
+    drawing = DraftSteps(samplers, head.verification, noise, num_ranked=max(work.plan.tree_widths, default=0))
+    pending = [drafts[index].token_ids for index in active]
     for ahead in range(num_steps):
         logits = head.draft_logits((yield draft_pass(work, drafts, active, ahead=ahead)))
-        rows = [
-            # Placeholders for tokens that the host does not know yet: only their number is used.
-            Rows(sampler, at, [*drafts[index].token_ids, *[0] * ahead])
-            for at, (sampler, index) in enumerate(zip(samplers, active, strict=True))
-        ]
-        num_ranked = max(work.plan.tree_widths, default=0)
-        steps.append(draft_tokens(logits, rows, head.verification, num_ranked=num_ranked, noise=noise))
+        steps.append(drawing.draw(logits, pending, ahead))
         head.drawn = steps[-1].token_ids
     return steps
 

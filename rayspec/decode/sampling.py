@@ -226,11 +226,25 @@ def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = No
     return argmax((noise or Noise()).added(scores, Stream.TARGET, own))
 
 
-def draft_tokens(
-    logits: Tensor, rows: Sequence[Rows], verification: Verification, *, num_ranked: int = 0, noise: Noise | None = None
-) -> Drafts:
-    """Draw the draft's next token for each sequence from raw draft logits [S, V]. Row i belongs to rows[i] and follows
-    its committed tokens and *all* its pending tokens (the draft so far). `start` is ignored.
+class _Steps:
+    """What choices at several steps of the same sequences share. What does not depend on the step is prepared once."""
+
+    def __init__(self, samplers: Sequence[TokenSampler]) -> None:
+        self._samplers = samplers
+        self._is_argmax = all(sampler.is_argmax for sampler in samplers)
+        self._reads_depth = any(sampler.reads_depth for sampler in samplers)
+        self._in_order = list(range(len(samplers)))
+        self._changes: Sequence[RowsChange] | None = None
+
+    def _processed(self, logits: Tensor, rows: LogitRows) -> Tensor:
+        """Do as `process` for one row of each sequence."""
+        if self._changes is None or self._reads_depth:
+            self._changes = changes_of(rows, len(logits), logits.device)
+        return changed(logits, self._changes)
+
+
+class DraftSteps(_Steps):
+    """Draws the next tokens of the drafts of some sequences.
 
     "coupled": argmax with the target's noise at that position. "rejection": a sample of the processed draft logits with
     separate noise, which is new in every round. Greedy sequences take the argmax. `Drafts.ranked` orders the same
@@ -239,50 +253,53 @@ def draft_tokens(
     Confidence is the largest probability of the processed distribution (of the raw distribution where `is_argmax`). It
     must not depend on which token was drawn: see `verify` on when a draft may stop. Non-finite logits make it NaN.
     """
-    if all(row.sampler.is_argmax for row in rows):
-        scores = logits.to(torch.float32)
-        best = scores.max(-1)
-        confidence = _confidence(scores - best.values.unsqueeze(-1))
-        return Drafts(best.indices, confidence, None, _ranked(scores, num_ranked))
-    coupled = verification == "coupled"
-    pending = [row.pending for row in rows]
-    last = LogitRows(list(range(len(rows))), [row.sampler for row in rows], list(map(len, pending)), pending)
-    scores = process(logits, last)
-    stream = Stream.TARGET if coupled else Stream.DRAFT
-    drawn = (noise or Noise()).added(scores, stream, last, winner_only=num_ranked == 0)
-    is_shifted = not any(sampler.greedy for sampler in last.samplers)
-    confidence = _confidence(scores if is_shifted else scores - scores.amax(-1, keepdim=True))
-    return Drafts(argmax(drawn), confidence, None if coupled else scores, _ranked(drawn, num_ranked))
+
+    def __init__(
+        self, samplers: Sequence[TokenSampler], verification: Verification, noise: Noise, *, num_ranked: int = 0
+    ) -> None:
+        super().__init__(samplers)
+        self._is_coupled, self._noise, self._num_ranked = verification == "coupled", noise, num_ranked
+        self._is_shifted = not any(sampler.greedy for sampler in samplers)
+
+    def draw(self, logits: Tensor, pending: Sequence[Sequence[int]], ahead: int = 0) -> Drafts:
+        """Draw the token of each sequence after its pending tokens and `ahead` more, whose values only matter to
+        sequences that read their history, from raw draft logits [S, V]."""
+        if self._is_argmax:
+            scores = logits.to(torch.float32)
+            best = scores.max(-1)
+            confidence = _confidence(scores - best.values.unsqueeze(-1))
+            return Drafts(best.indices, confidence, None, _ranked(scores, self._num_ranked))
+        rows = LogitRows(self._in_order, self._samplers, [len(one) + ahead for one in pending], pending)
+        scores = self._processed(logits, rows)
+        stream = Stream.TARGET if self._is_coupled else Stream.DRAFT
+        drawn = self._noise.added(scores, stream, rows, winner_only=self._num_ranked == 0)
+        confidence = _confidence(scores if self._is_shifted else scores - scores.amax(-1, keepdim=True))
+        given = None if self._is_coupled else scores
+        return Drafts(argmax(drawn), confidence, given, _ranked(drawn, self._num_ranked))
 
 
-class PlainSteps:
+class PlainSteps(_Steps):
     """Chooses tokens by plain decoding at `num_steps` positions of sequences that read no history, without the tokens
-    between. Most preparations are made once."""
+    between."""
 
     def __init__(self, samplers: Sequence[TokenSampler], num_steps: int) -> None:
-        self._is_argmax = all(sampler.is_argmax for sampler in samplers)
-        self._reads_depth = any(sampler.reads_depth for sampler in samplers)
-        self._samplers, self._num_steps, self._noise = samplers, num_steps, Noise(samplers, num_steps)
+        super().__init__(samplers)
+        self._num_steps, self._noise = num_steps, Noise(samplers, num_steps)
         self._known: Tensor | None = None
-        self._changes: Sequence[RowsChange] | None = None
 
     def tokens(self, logits: Tensor, ahead: int) -> Tensor:
         """Return the token of each sequence after `ahead` tokens, from raw logits [S, V] of the target: int64 [S], on
         the device."""
         if self._is_argmax:
             return argmax(logits)
-        if self._changes is None or self._reads_depth:
-            self._changes = changes_of(self._rows(ahead), len(logits), logits.device)
-        scores = changed(logits, self._changes)
+        num_rows = len(self._samplers)
+        rows = LogitRows(self._in_order, self._samplers, [ahead] * num_rows, [()] * num_rows)
+        scores = self._processed(logits, rows)
         if not ahead:
             self._known = self._noise.of_steps(self._num_steps, scores)
         if self._known is not None:
             return argmax(scores.add_(self._known[ahead]))
-        return argmax(self._noise.added(scores, Stream.TARGET, self._rows(ahead)))
-
-    def _rows(self, ahead: int) -> LogitRows:
-        count = len(self._samplers)
-        return LogitRows(list(range(count)), self._samplers, [ahead] * count, [()] * count)
+        return argmax(self._noise.added(scores, Stream.TARGET, rows))
 
 
 def finite_rows(logits: Tensor) -> Tensor:

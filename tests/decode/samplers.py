@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from rayspec.config import Verification
 from rayspec.decode.processing import LogitRows, TokenSampler, process
 from rayspec.decode.requests import SequenceState
-from rayspec.decode.sampling import Integers, Rows, row_keys, target_tokens
+from rayspec.decode.sampling import Drafts, DraftSteps, Integers, Noise, Rows, row_keys, target_tokens
 from rayspec.decode.work import DecodingParams, SamplerSpec
 from rayspec.model.noise import gumbel
 
@@ -54,6 +54,14 @@ def processed(sampler: TokenSampler, logits: Tensor, pending: Sequence[int], *, 
     befores = [pending[: first + at] for at in range(len(logits))]
     rows = LogitRows(list(range(len(logits))), [sampler] * len(logits), list(map(len, befores)), befores)
     return process(logits, rows)
+
+
+def draft_tokens(
+    logits: Tensor, rows: Sequence[Rows], verification: Verification, noise: Noise | None = None
+) -> Drafts:
+    """The draft's next token of each sequence: row i of raw draft logits [S, V] follows the pending of rows[i]."""
+    steps = DraftSteps([row.sampler for row in rows], verification, noise or Noise())
+    return steps.draw(logits, [row.pending for row in rows])
 
 
 def chosen(sampler: TokenSampler, logits: Tensor, pending: Sequence[int] = ()) -> Tensor:

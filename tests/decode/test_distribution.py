@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rayspec.decode import rounds
 from rayspec.decode.rounds import decide, verify_rejection
-from rayspec.decode.sampling import Rows, Stream, draft_tokens, row_keys, target_tokens
+from rayspec.decode.sampling import Rows, Stream, row_keys, target_tokens
 from rayspec.decode.work import DecodingParams
-from tests.decode.samplers import gumbel_of, processed, sampler_of
+from tests.decode.samplers import draft_tokens, gumbel_of, processed, sampler_of
 from tests.exhaustive import few_of
 
 EVERYTHING = DecodingParams(
@@ -244,7 +244,7 @@ def test_coupled_target_tokens() -> None:
 
 
 def test_engine_path_draws_what_the_vectorised_one_draws(toy: Toy) -> None:
-    """TokenSampler, Rows, draft_tokens and verify_rejection, per sequence, against `generate` with the same seeds."""
+    """TokenSampler, Rows, DraftSteps and verify_rejection, per sequence, against `generate` with the same seeds."""
     num = 150
     want = generate(toy, num, varied_lengths, rule=reject).tolist()
     samplers = [sampler_of(toy.params, VOCAB, seed, eos=(0,)) for seed in range(num)]

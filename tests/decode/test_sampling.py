@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rayspec.decode import processing, sampling
 from rayspec.decode.processing import TokenSampler
 from rayspec.decode.sampling import (
+    DraftSteps,
     Noise,
     PlainSteps,
     Rows,
     Stream,
-    draft_tokens,
     logit_rows,
     row_keys,
     target_tokens,
@@ -33,7 +33,7 @@ from rayspec.model.cuda import reference
 from rayspec.model.noise import splitmix, uniform
 from rayspec.types import InvalidTokenError, Logprob
 from tests.decode import samplers
-from tests.decode.samplers import chosen, gumbel_of, processed
+from tests.decode.samplers import chosen, draft_tokens, gumbel_of, processed
 
 V = 40
 PROMPT = (3, 3, 5, 39)
@@ -133,9 +133,7 @@ def test_noise_that_a_round_keeps_changes_no_token(most_ahead: int, monkeypatch:
 
 @pytest.mark.parametrize("most_ahead", [0, 1 << 18])
 @pytest.mark.parametrize("names", [["plain"], ["plain", "cut"], ["plain", "greedy", "begin"]])
-def test_plain_steps_choose_what_a_verify_chooses(
-    names: list[str], most_ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_choose_what_a_verify_chooses(names: list[str], most_ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "_MOST_AHEAD", most_ahead)
     params = {
         "plain": DecodingParams(temperature=0.7),
@@ -145,11 +143,13 @@ def test_plain_steps_choose_what_a_verify_chooses(
     }
     own = [sampler_of(params[name], [1], seed=at) for at, name in enumerate(names)]
     steps, logits = PlainSteps(own, 4), random_logits(4 * len(own)).view(4, len(own), V)
+    drafts = DraftSteps(own, "coupled", Noise(own, 4))
     for ahead in range(4):
         rows = [Rows(one, (ahead + 1) * at, [0] * ahead) for at, one in enumerate(own)]
         spread = logits[ahead].repeat_interleave(ahead + 1, 0)
         want = target_tokens(spread, rows).view(len(own), ahead + 1)[:, -1]
         assert torch.equal(steps.tokens(logits[ahead], ahead), want)
+        assert torch.equal(drafts.draw(logits[ahead], [()] * len(own), ahead).token_ids, want)
 
 
 def test_top_logprobs() -> None:
