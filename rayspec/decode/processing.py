@@ -277,7 +277,7 @@ def changes_of(rows: LogitRows, num_rows: int, device: torch.device) -> list[Row
 
 def changed(logits: Tensor, changes: Sequence[RowsChange]) -> Tensor:
     """Return the logits after the changes, as `process` does."""
-    begins_with_copy = bool(changes) and changes[0][0] is _scale and changes[0][2] is None
+    begins_with_copy = bool(changes) and changes[0][0] is _shift and changes[0][2] is None
     scores = logits.to(torch.float32, copy=not begins_with_copy)
     for change, rows, where in changes:
         if where is None:
@@ -294,7 +294,7 @@ def check_tokens(name: str, token_ids: Collection[int], vocab_size: int) -> None
         raise InvalidTokenError(f"{name} holds token {bad[0]}: give tokens from 0 to {vocab_size - 1}")
 
 
-# Returns scores [n, V] changed. All but `_scale` may overwrite those that are given.
+# Returns scores [n, V] changed. All but `_shift` may overwrite those that are given.
 _Change = Callable[[Tensor, LogitRows], Tensor]
 RowsChange = tuple[_Change, LogitRows, Tensor | None]  # with the rows, and where they are if not in order
 
@@ -383,13 +383,13 @@ def _force(scores: Tensor, rows: LogitRows) -> Tensor:
     return scores.fill_(-math.inf).index_put_(where, scores.new_tensor(0.0))
 
 
-def _scale(scores: Tensor, rows: LogitRows) -> Tensor:
-    """Divide by the temperature, after a shift to a maximum of 0 so that no temperature causes an overflow."""
-    shifted = scores - scores.amax(1, keepdim=True)
-    temperatures = [sampler.params.temperature for sampler in rows.samplers]
-    if temperatures.count(1) == len(temperatures):
-        return shifted
-    return shifted.div_(_column(temperatures, scores))
+def _shift(scores: Tensor, rows: LogitRows) -> Tensor:
+    """Return scores whose maximum is 0, so that no temperature causes an overflow."""
+    return scores - scores.amax(1, keepdim=True)
+
+
+def _divide(scores: Tensor, rows: LogitRows) -> Tensor:
+    return scores.div_(_column([sampler.params.temperature for sampler in rows.samplers], scores))
 
 
 def _cut_to_min_p(scores: Tensor, rows: LogitRows) -> Tensor:
@@ -419,7 +419,8 @@ _CHANGES: Mapping[_Change, Callable[[TokenSampler], bool]] = {
     _forbid: lambda sampler: bool(sampler.ngrams or sampler.bad_words) or sampler._num_ruled > 0,
     _penalise: lambda sampler: sampler.params.has_penalties,
     _force: lambda sampler: bool(sampler.forced),
-    _scale: lambda sampler: not sampler.greedy,
+    _shift: lambda sampler: not sampler.greedy,
+    _divide: lambda sampler: not sampler.greedy and sampler.params.temperature != 1,
     _cut_to_min_p: lambda sampler: not sampler.greedy and sampler.params.min_p > 0,
     _cut_to_top_k: lambda sampler: not sampler.greedy and 0 < sampler.params.top_k < sampler.vocab_size,
     _cut_to_top_p: lambda sampler: not sampler.greedy and sampler.params.top_p < 1,
