@@ -28,6 +28,7 @@ from rayspec.decode.rehearsal import rehearse
 from rayspec.decode.runner import PackedBatch, Runner
 from rayspec.decode.stages import StageLostError
 from rayspec.decode.strategy import Strategy
+from rayspec.local_engine import load_engine
 from rayspec.model.kv_cache import CacheSize, bytes_per_slot, whole_pages
 from rayspec.pipeline.loading import load_pipeline
 from rayspec.pipeline.ray_stages import RayStages
@@ -68,14 +69,17 @@ def load(
     shard_type: type[Shard] = Shard,
     with_tokenizer: bool = False,
     max_model_len: int = 1024,
+    dtype: str = "float32",
+    deterministic: bool = False,
     **parallel: Any,
 ) -> Engine:
     return load_pipeline(
         EngineConfig(
             model=path,
-            dtype="float32",
+            dtype=dtype,
             device="cpu",
             num_threads=1,
+            deterministic=deterministic,
             max_model_len=max_model_len,
             kv_cache_tokens=4096,
             parallel={"cpus_per_shard": 0.25, "layers": None, "start_timeout_s": PATIENCE_S, **parallel},
@@ -407,6 +411,25 @@ def test_a_node_is_lost_and_the_driver_just_ends(ray_environment: None, tmp_path
     assert len(set(report["nodes_before"]) & set(report["nodes_after"])) == 1
     assert max(report["recovery_s"]) < PATIENCE_S, report["recovery_s"]
     require_gone(report["pids"])
+
+
+@pytest.mark.exhaustive
+def test_deterministic_stages_write_what_one_process_does() -> None:
+    """In bfloat16, by drafts that do not branch."""
+    model, prompts = checkpoint("llama"), [prompt * 4 for prompt in ragged_prompts((7, 5, 11, 20))]
+    config = EngineConfig(
+        model=model, dtype="bfloat16", device="cpu", num_threads=1, deterministic=True, max_model_len=400,
+        kv_cache_tokens=4096, speculation={"strategy": "ar"},
+    )  # fmt: skip
+    alone = load_engine(config, with_tokenizer=False)
+    expected = tokens_of(complete(alone, prompts, LONG))
+    alone.shutdown()
+    engine = load(model, dtype="bfloat16", deterministic=True, speculation=_LOOKUP, stages=2, layers=even(2))
+    pids = process_ids(engine)
+    assert not stages_of(engine).takes_trees
+    assert tokens_of(complete(engine, prompts, LONG)) == expected
+    assert engine.stats.num_draft_tokens > 0
+    end(engine, list(pids.values()))
 
 
 # The second looks as if it splits, until its loaded layers are checked. Layers of the third read its embeddings.
