@@ -261,7 +261,7 @@ class SamplingParams(Options):
     def _one_stop_or_many(cls, stop: Any) -> Any:
         if stop is None or isinstance(stop, str):
             return stop if stop is None else (stop,)
-        if isinstance(stop, Mapping) or not isinstance(stop, Iterable):
+        if isinstance(stop, Mapping | bytes) or not isinstance(stop, Iterable):
             raise ValueError("give a text or a list of texts")  # noqa: TRY004 - as pydantic wants it
         return tuple(stop)
 

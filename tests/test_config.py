@@ -114,6 +114,7 @@ def test_sampling_defaults_are_those_of_vllm() -> None:
         *(({"logit_bias": {key: 1.0}}, f"'logit_bias'.*{key!r}") for key in ("07", "1_0", " 7", "\u0667", "")),
         ({"stop": [""]}, "stop"),
         ({"stop": 5}, "option 'stop' is 5: give a text or a list of texts"),
+        ({"stop": b"a"}, "option 'stop' is b'a': give a text or a list of texts"),
         ({"min_tokens": 5, "max_tokens": 4}, "option 'min_tokens' is 5: it must not exceed max_tokens, which is 4"),
         ({"seed": 2**64}, r"option 'seed' is \d+: it must fit 64 bits"),
         ({"top_k": 2**63}, r"option 'top_k' is \d+: it must fit 64 bits"),

@@ -22,6 +22,7 @@ Kind = Literal["job", "service", "cluster"]
 # KubeRay truncates names that it derives from these: ray-operator/controllers/ray/utils/constant.go, v1.7.0.
 _MAX_NAME: dict[Kind, int] = {"job": 47, "service": 47, "cluster": 53}
 _DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 # Two shells read an entrypoint, the submitter's and that of Ray's job runner: it has no special characters.
 _PLAIN_WORD = re.compile(r"[A-Za-z0-9@%+=:,./_~*\[\]-]+")
 _WHERE: dict[str, tuple[Kind, ...]] = {
@@ -93,13 +94,25 @@ class RenderOptions(Options):
     operator_namespace: str = Field("default", description="where KubeRay's operator runs")
     monitoring_namespace: str = Field("monitoring", description="namespace whose pods may read metrics")
 
-    @field_validator(
-        "name", "namespace", "models_claim", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret"
-    )
+    @field_validator("name", "namespace", "operator_namespace", "monitoring_namespace")
     @classmethod
     def _dns_label(cls, name: str | None) -> str | None:
-        if name is not None and not _DNS_LABEL.fullmatch(name):
-            raise ValueError("use lower-case letters, digits and '-', with a letter at the beginning")
+        if name is not None and not (_DNS_LABEL.fullmatch(name) and len(name) <= 63):
+            raise ValueError("use up to 63 lower-case letters, digits and '-', with a letter at the beginning")
+        return name
+
+    @field_validator("models_claim", "storage_class", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret")
+    @classmethod
+    def _dns_subdomain(cls, name: str | None) -> str | None:
+        if name is not None and not _DNS_SUBDOMAIN.fullmatch(name):
+            raise ValueError("use lower-case letters, digits, '-' and '.', with a letter or digit at both ends")
+        return name
+
+    @field_validator("image", "gpu_resource")
+    @classmethod
+    def _one_word(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"\S+", name):
+            raise ValueError("give a name without spaces")
         return name
 
     @field_validator("redis_address")
