@@ -71,7 +71,9 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     )
     system: str | None = Field(None, description="the system message of each chat, or a file with it")
     cache: str | None = Field(
-        None, description="folder of results that jobs share: equal requests with a seed or temperature 0 run once"
+        None,
+        min_length=1,
+        description="folder of results that jobs share: equal requests with a seed or temperature 0 run once",
     )
 
     def in_force(self, settings: Settings) -> Settings:

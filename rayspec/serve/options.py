@@ -182,8 +182,10 @@ class ServeOptions(Options):
         names = [name for config in self.llm_configs for name in (config.model_id, *config.engine.lora_modules)]
         name, count = Counter(names).most_common(1)[0]
         if count > 1:
+            is_adapter = any(name in config.engine.lora_modules for config in self.llm_configs)
             raise ValueError(
-                f"option 'model_id' is {name!r} in {count} of llm_configs and their adapters: give each model its own"
+                f"option {'lora_modules' if is_adapter else 'model_id'!r}: {name!r} names {count} models or adapters; "
+                "give each a name of its own"
             )
         # Keys are secret: a message must not show them.
         for number, key in enumerate(self.api_keys, start=1):

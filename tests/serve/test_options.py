@@ -58,7 +58,8 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"llm_configs": [model(), model()]}, ["'m'", "2 of llm_configs"]),
+        ({"llm_configs": [model(), model()]}, ["'model_id'", "'m' names 2 models"]),
+        ({"llm_configs": [model(engine_kwargs={"lora_modules": {"m": "f"}})]}, ["'lora_modules'", "'m' names 2"]),
         ({"llm_configs": []}, ["'llm_configs' is empty"]),
         ({"llm_configs": [model()], "api_key": []}, ["'api_key'", "'api_keys'"]),
         ({"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]}, ["llm_configs.0", "engine_kwargs", "'dtype'"]),
