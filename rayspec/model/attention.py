@@ -42,6 +42,9 @@ _LONG_RUN_BYTES = 2**20
 # With "blocks", a call reads a multiple of so many keys. torch's flash kernel for CPUs then adds up the keys of a row
 # in the same order, whether the row is alone or in a chain (measured in bfloat16; not so with blocks of 16 keys).
 _BLOCK = 64
+# torch's flash kernel for CPUs reads rows in blocks of 32, or of multiples. It reads the keys of a single row, or of one
+# that is left over, by another kernel, which rounds otherwise (measured with AMX: 33 rows; 65 with heads of 80).
+_BLOCK_ROWS = 32
 # Rows of a chain that share a call at most with "blocks".
 LONGEST_CHAIN = 32
 
@@ -459,23 +462,23 @@ class _Attention:
     def _calls_in_blocks(self, rows: slice, span: RowSpan, paths: Sequence[Path]) -> list[_Call]:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
         end = paths[0].position + 1 if paths else span.end
-        if self._merges and (self.kind.sliding_window is None or end <= self.kind.sliding_window):
-            # Whole blocks of keys. The mask hides those after each row: slots of others, or the first slot again.
-            num_keys, first = -(-end // _BLOCK) * _BLOCK, span.runs[0].start
-            columns = torch.arange(num_keys, device=self.query.device)
-            mask = self._masked(columns <= columns[end - span.num_rows : end, None])
-            if not paths and len(span.runs) == 1 and first + num_keys <= self.cached[0].shape[1]:
-                return [_Call(rows, slice(first, first + num_keys), mask)]
-            slots = self._slots_of_path(span, paths[0]) if paths else self._index(slots_between(span.runs, 0, end))
-            return [_Call(rows, pad(slots, (0, num_keys - end), value=first), mask)]
-        if span.num_rows == 1:
+        in_blocks = self._merges and (self.kind.sliding_window is None or end <= self.kind.sliding_window)
+        if span.num_rows > 1 and (not in_blocks or span.num_rows * self._group_size % _BLOCK_ROWS == 1):
+            most, last = span.num_rows - 1, rows.stop - 1
+            return [
+                *self._calls_in_blocks(slice(rows.start, last), span.chain(0, most), ()),
+                *self._calls_in_blocks(slice(last, rows.stop), span.chain(most, 1), ()),
+            ]
+        if not in_blocks:
             return [self._last_call(rows, span, paths, 0)]
-        singles = (span.chain(row, 1) for row in range(span.num_rows))
-        return [
-            call
-            for row, single in enumerate(singles, rows.start)
-            for call in self._calls_in_blocks(slice(row, row + 1), single, ())
-        ]
+        # Whole blocks of keys. The mask hides those after each row: slots of others, or the first slot again.
+        num_keys, first = -(-end // _BLOCK) * _BLOCK, span.runs[0].start
+        columns = torch.arange(num_keys, device=self.query.device)
+        mask = self._masked(columns <= columns[end - span.num_rows : end, None])
+        if not paths and len(span.runs) == 1 and first + num_keys <= self.cached[0].shape[1]:
+            return [_Call(rows, slice(first, first + num_keys), mask)]
+        slots = self._slots_of_path(span, paths[0]) if paths else self._index(slots_between(span.runs, 0, end))
+        return [_Call(rows, pad(slots, (0, num_keys - end), value=first), mask)]
 
     def _last_call(self, rows: slice, span: RowSpan, paths: Sequence[Path], num_seen: int) -> _Call:
         """Return the call that reads all keys that the rows see, but not the first `num_seen` that all of them see."""

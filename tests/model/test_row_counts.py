@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from rayspec.decode.runner import Runner
-from rayspec.model.attention import Rows
+from rayspec.machine import cpu_class
+from rayspec.model.attention import AttentionKind, PackedRows, Rows, pack
 from rayspec.model.fused import fuse
-from rayspec.model.kv_cache import PAGE_SIZE, KVCache
+from rayspec.model.kv_cache import PAGE_SIZE, KVCache, LayerShape
 from rayspec.model.row_counts import FIXED, RowCounts, independent_row_counts
 from rayspec.model.rows import RowSpan, one_run, runs_of_pages
 from tests.exhaustive import few_of
@@ -89,6 +90,40 @@ def test_a_count_that_matters_in_few_rows_is_found() -> None:
     bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
     changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
     assert independent_row_counts(changed) == RowCounts(2, 64)
+
+
+@pytest.mark.parametrize("count", [2, 11, 32])
+def test_a_length_of_chains_that_matters_is_found(count: int) -> None:
+    def body(hidden: Tensor, rows: Rows) -> Tensor:
+        assert isinstance(rows, PackedRows)
+        return hidden + (rows.spans[0].num_rows == count)
+
+    parts = parts_of(checkpoint("llama"), "bfloat16")
+    bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
+    changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
+    assert independent_row_counts(changed) == RowCounts(1, 64, 1)
+
+
+@pytest.mark.skipif(cpu_class() != "AMX", reason="measured with AMX: on others, the test at load decides")
+@pytest.mark.parametrize("num_heads", [4, 6, 10, 14])
+@torch.inference_mode()
+def test_a_row_of_a_chain_attends_with_the_bits_that_it_has_alone(num_heads: int) -> None:
+    """Two key heads. In some chains, one row is left over after blocks of 32."""
+    cpu, kind = torch.device("cpu"), AttentionKind(0.125, None, None)
+    cache = KVCache({0: LayerShape(2, 64, 64)}, 512, dtype=torch.bfloat16, device=cpu, keeps_finite=True)
+    for seed, context in product(range(20), (150, 480)):
+        torch.manual_seed(seed)
+        cache.keys[0].copy_(torch.randn(2, 512, 64))
+        cache.values[0].copy_(torch.randn(2, 512, 64))
+        query, key, value = (torch.randn(heads, 32, 64).bfloat16() for heads in (num_heads, 2, 2))
+
+        def attend(spans: Sequence[RowSpan], n: int) -> Tensor:
+            rows = pack(cache, spans, device=cpu, division="blocks")
+            return rows.attend(0, query[:, :n], key[:, :n], value[:, :n], kind)
+
+        alone = attend([RowSpan(one_run(0, 512), context + row, 1) for row in range(32)], 32)
+        for count in range(2, 33):
+            assert torch.equal(attend([RowSpan(one_run(0, 512), context, count)], count), alone[:count])
 
 
 def test_modules_beside_bodies_are_asked_for_themselves() -> None:
