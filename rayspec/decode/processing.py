@@ -169,6 +169,12 @@ class TokenSampler:
         return self.params.greedy
 
     @cached_property
+    def is_shifted(self) -> bool:
+        """Whether the largest score of a row becomes 0."""
+        one = self.params
+        return not self.greedy and (one.temperature != 1 or one.min_p > 0 or one.top_p < 1)
+
+    @cached_property
     def changes(self) -> frozenset[_Change]:
         """The changes that the parameters may ask for in some row, see `process`."""
         return frozenset(change for change, is_asked in _CHANGES.items() if is_asked(self))
@@ -192,8 +198,8 @@ class TokenSampler:
 
     @cached_property
     def _is_unchanged(self) -> bool:
-        """Whether nothing but a forbidden token can change a greedy choice."""
-        return self.changes <= {_forbid} and not (self.ngrams or self.bad_words)
+        """Whether nothing but a forbidden token can change the choice of the likeliest token."""
+        return self.greedy and self.changes <= {_forbid} and not (self.ngrams or self.bad_words)
 
     @cached_property
     def _num_ruled(self) -> float:
@@ -248,8 +254,8 @@ class LogitRows(msgspec.Struct, frozen=True):
 
 
 def process(logits: Tensor, rows: LogitRows) -> Tensor:
-    """Return raw logits [N, V] in new memory as float32, with these rows processed. Sampled rows are shifted so that
-    their largest score is 0.
+    """Return raw logits [N, V] as float32, with these rows processed; the logits themselves do not change. Rows with a
+    temperature other than 1, min_p or top_p are shifted so that their largest score is 0.
 
     A row with a finite score keeps at least one. The result for a row with NaN or +inf is undefined, but no error
     occurs. With top_p and without kernels the host synchronises once with the device. Raises InvalidTokenError for a
@@ -277,7 +283,7 @@ def changes_of(rows: LogitRows, num_rows: int, device: torch.device) -> list[Row
 
 def changed(logits: Tensor, changes: Sequence[RowsChange]) -> Tensor:
     """Return the logits after the changes, as `process` does."""
-    begins_with_copy = bool(changes) and changes[0][0] is _shift and changes[0][2] is None
+    begins_with_copy = not changes or (changes[0][0] is _shift and changes[0][2] is None)
     scores = logits.to(torch.float32, copy=not begins_with_copy)
     for change, rows, where in changes:
         if where is None:
@@ -419,7 +425,7 @@ _CHANGES: Mapping[_Change, Callable[[TokenSampler], bool]] = {
     _forbid: lambda sampler: bool(sampler.ngrams or sampler.bad_words) or sampler._num_ruled > 0,
     _penalise: lambda sampler: sampler.params.has_penalties,
     _force: lambda sampler: bool(sampler.forced),
-    _shift: lambda sampler: not sampler.greedy,
+    _shift: lambda sampler: sampler.is_shifted,
     _divide: lambda sampler: not sampler.greedy and sampler.params.temperature != 1,
     _cut_to_min_p: lambda sampler: not sampler.greedy and sampler.params.min_p > 0,
     _cut_to_top_k: lambda sampler: not sampler.greedy and 0 < sampler.params.top_k < sampler.vocab_size,

@@ -145,8 +145,8 @@ class Noise:
         self._known: Tensor | None = None  # float32 [sequences, depths, V]
 
     def added(self, scores: Tensor, stream: Stream, rows: LogitRows, *, winner_only: bool = True) -> Tensor:
-        """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled. winner_only: see
-        `noisy`."""
+        """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled: new ones, if there
+        are any. winner_only: see `noisy`."""
         if any(greedy := [sampler.greedy for sampler in rows.samplers]):
             rows = rows.only([not one for one in greedy])
         if not rows.at:
@@ -259,7 +259,7 @@ class DraftSteps(_Steps):
     ) -> None:
         super().__init__(samplers)
         self._is_coupled, self._noise, self._num_ranked = verification == "coupled", noise, num_ranked
-        self._is_shifted = not any(sampler.greedy for sampler in samplers)
+        self._is_shifted = all(sampler.is_shifted for sampler in samplers)
 
     def draw(self, logits: Tensor, pending: Sequence[Sequence[int]], ahead: int = 0) -> Drafts:
         """Draw the token of each sequence after its pending tokens and `ahead` more, whose values only matter to
@@ -298,7 +298,7 @@ class PlainSteps(_Steps):
         if not ahead:
             self._known = self._noise.of_steps(self._num_steps, scores)
         if self._known is not None:
-            return argmax(scores.add_(self._known[ahead]))
+            return argmax(scores + self._known[ahead])
         return argmax(self._noise.added(scores, Stream.TARGET, rows))
 
 

@@ -181,7 +181,8 @@ def processed_alone(params: DecodingParams, logits: Tensor, prompt: Sequence[int
         scores = penalised_alone(params, scores, prompt, output)
     if params.greedy:
         return scores
-    scores = (scores - scores.max()) / params.temperature
+    if params.temperature != 1 or params.min_p > 0 or params.top_p < 1:
+        scores = (scores - scores.max()) / params.temperature
     if params.min_p > 0:
         scores[scores < math.log(params.min_p)] = -math.inf
     if 0 < params.top_k < len(scores):
