@@ -42,8 +42,8 @@ _LONG_RUN_BYTES = 2**20
 # With "blocks", a call reads a multiple of so many keys. torch's flash kernel for CPUs then adds up the keys of a row
 # in the same order, whether the row is alone or in a chain (measured in bfloat16; not so with blocks of 16 keys).
 _BLOCK = 64
-# torch's flash kernel for CPUs reads rows in blocks of 32, or of multiples. It reads the keys of a single row, or of one
-# that is left over, by another kernel, which rounds otherwise (measured with AMX: 33 rows; 65 with heads of 80).
+# torch's flash kernel for CPUs takes rows in blocks of 32, or of multiples. A single row, alone or left over, has a
+# kernel of its own, which rounds otherwise (measured with AMX: 33 rows; 65 rows with heads of 80).
 _BLOCK_ROWS = 32
 # Rows of a chain that share a call at most with "blocks".
 LONGEST_CHAIN = 32

@@ -115,15 +115,12 @@ def test_a_row_of_a_chain_attends_with_the_bits_that_it_has_alone(num_heads: int
         torch.manual_seed(seed)
         cache.keys[0].copy_(torch.randn(2, 512, 64))
         cache.values[0].copy_(torch.randn(2, 512, 64))
-        query, key, value = (torch.randn(heads, 32, 64).bfloat16() for heads in (num_heads, 2, 2))
-
-        def attend(spans: Sequence[RowSpan], n: int) -> Tensor:
-            rows = pack(cache, spans, device=cpu, division="blocks")
-            return rows.attend(0, query[:, :n], key[:, :n], value[:, :n], kind)
-
-        alone = attend([RowSpan(one_run(0, 512), context + row, 1) for row in range(32)], 32)
+        own = [torch.randn(heads, 32, 64).bfloat16() for heads in (num_heads, 2, 2)]
+        singles = [RowSpan(one_run(0, 512), context + row, 1) for row in range(32)]
+        alone = pack(cache, singles, device=cpu, division="blocks").attend(0, *own, kind)
         for count in range(2, 33):
-            assert torch.equal(attend([RowSpan(one_run(0, 512), context, count)], count), alone[:count])
+            rows = pack(cache, [RowSpan(one_run(0, 512), context, count)], device=cpu, division="blocks")
+            assert torch.equal(rows.attend(0, *(each[:, :count] for each in own), kind), alone[:count])
 
 
 def test_modules_beside_bodies_are_asked_for_themselves() -> None:
