@@ -21,7 +21,7 @@ from rayspec.model.sublayers import Decomposition, Sublayer
 _MOST_ROWS = (64, 32, 16, 8)
 _LEAST_ROWS = (1, 2, 4, 8)
 # Random inputs for each test: so many that passes of 64 rows give `_NUM_TESTED` results, but at most `_MAX_TRIALS`. The
-# counts above are tested by as many results.
+# other counts are tested by about as many results.
 _NUM_TESTED = 2**18
 _MAX_TRIALS = 4
 # The test of chains: the places before them. The kernel reads 512 keys at a time.
@@ -107,7 +107,7 @@ def _agreement(result: Callable[[range, int], Tensor]) -> dict[int, int]:
     for trial in range(_MAX_TRIALS):
         results = {}
         for count in range(1, _MOST_ROWS[0] + 1):
-            firsts = range(0, num_rows, count) if count in {*_LEAST_ROWS, *_MOST_ROWS} else [0]
+            firsts = range(0, max(num_rows - count, 0) + 1, count)
             results[count] = torch.cat([result(range(first, first + count), trial) for first in firsts])
         for most in _MOST_ROWS:
             differing = [count for count in range(1, most) if _differ(results[count], results[most])]
