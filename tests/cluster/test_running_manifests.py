@@ -126,6 +126,12 @@ class Service:
     def nodes_of_proxies(self) -> list[str]:
         return [proxy["node_id"] for proxy in self._details()["proxies"].values()]
 
+    def num_listening(self) -> int:
+        """Sockets that listen at the service's port: one of each proxy whose process has not ended."""
+        own = f":{httpx2.URL(self.url).port:04X}"
+        sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return sum(one[1].endswith(own) and one[3] == "0A" for one in sockets)
+
     def _runs(self, num_replicas: int) -> bool:
         application = self._details()["applications"]["rayspec"]
         assert application["status"] not in {"DEPLOY_FAILED", "UNHEALTHY"}, application["message"]
@@ -206,6 +212,7 @@ def test_the_service_and_a_worker_that_comes_and_goes_under_load(ray_environment
         load.stop()
         wait_until(lambda: leaving not in service.nodes_of_proxies(), PATIENCE_S)
         cluster.tell(f"remove {leaving}")
+        wait_until(lambda: service.num_listening() == len(service.nodes_of_proxies()), PATIENCE_S)
         later = Load(service.url, prompts)
         later.wait_for_more(2 * NUM_CLIENTS)
         later.stop()
