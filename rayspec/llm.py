@@ -32,7 +32,7 @@ from rayspec.decode.output import PieceQueue
 from rayspec.decode.stages import StageLostError
 from rayspec.errors import naming_the_extra
 from rayspec.local_engine import load_adapter, load_engine
-from rayspec.model.adapters import base_model
+from rayspec.model.sources import base_model
 from rayspec.model.weights import load_tokenizer
 from rayspec.prompts import Rendering, chat_template, conversation_tokens, text_tokens
 from rayspec.types import ConfigError, EngineStats, LoRARequest, Request, RequestError, RequestOutput

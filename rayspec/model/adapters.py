@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from rayspec.model.fused import FusedLayer, LowRank, names_of
+from rayspec.model.sources import adapter_config
 from rayspec.model.sublayers import Decomposition, Sublayer
 from rayspec.types import CheckpointError
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(r"(?P<path>.*\blayers\.(?P<layer>\d+)\..*?(?P<module>\w+))\.lora_[AB]\.weight")
 _MERGE = "merge it into the model with merge_and_unload() of peft, and load the result"
 # What an adapter may hold or change in addition to its products, and the values with which it does not.
@@ -31,24 +31,10 @@ _MORE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def base_model(folder: str) -> str | None:
-    """Return the base model that an adapter's folder names; None for other folders and names. Raises CheckpointError
-    if it names none."""
-    place = Path(folder)
-    if not (place / _CONFIG).is_file() or (place / "config.json").exists():
-        return None
-    base = _config_of(folder).get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise CheckpointError(
-            f"the adapter {folder!r} names no base model: give the base as 'model', and the folder in 'lora_modules'"
-        )
-    return base
-
-
 def check_adapters(folders: Mapping[str, str]) -> None:
     """Raise CheckpointError for an adapter whose folder has no config that can be read."""
     for folder in folders.values():
-        _config_of(folder)
+        adapter_config(folder)
 
 
 @torch.inference_mode()
@@ -123,7 +109,7 @@ def _side_by_side(
 def _products_of(folder: str) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
     """Return the products of an adapter, by number of the layer and name of the module: float32 [rank, inputs] and
     [outputs, rank], scaled. Raises CheckpointError."""
-    config = _config_of(folder)
+    config = adapter_config(folder)
     if config.get("peft_type") != "LORA":
         raise CheckpointError(f"the adapter {folder!r} has peft_type {config.get('peft_type')!r}, not LORA: {_MERGE}")
     for name, neutral in _MORE.items():
@@ -153,13 +139,3 @@ def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
     own = next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", path)), None)
     alpha = float(config.get("lora_alpha", 8) if own is None else patterns[own])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _config_of(folder: str) -> dict[str, Any]:
-    try:
-        content = json.loads((Path(folder) / _CONFIG).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the adapter {folder!r} has no readable {_CONFIG}: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"the adapter {folder!r} has a {_CONFIG} that is no JSON object")
-    return content

@@ -27,6 +27,7 @@ _SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
 _CACHED_FILES = ("config.json", "tokenizer_config.json")
 _REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"
 GGUF_SUFFIX = ".gguf"
+_ADAPTER_CONFIG = "adapter_config.json"
 
 
 def gguf_of_hub(name: str) -> tuple[str, str] | None:
@@ -76,12 +77,37 @@ def check_source(name: str, *, option: str = "model", revision: str | None = Non
         if not any(isinstance(file, str) for file in files):
             _ask_hub(repository, option, revision)
     elif option == "model" and not (folder / "config.json").exists() and not any(folder.glob(f"*{GGUF_SUFFIX}")):
-        if (folder / "adapter_config.json").exists():
+        if (folder / _ADAPTER_CONFIG).exists():
             raise CheckpointError(
                 f"option 'model' is {name!r}, the folder of a PEFT adapter: merge it into its base model "
                 "(merge_and_unload, then save_pretrained), and name the merged checkpoint"
             )
         raise CheckpointError(f"option 'model' is {name!r}: the folder has no config.json; name that of a checkpoint")
+
+
+def adapter_config(folder: str) -> dict[str, Any]:
+    """Return the config of an adapter. Raises CheckpointError if the folder has none that can be read."""
+    try:
+        content = json.loads((Path(folder) / _ADAPTER_CONFIG).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the adapter {folder!r} has no readable {_ADAPTER_CONFIG}: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"the adapter {folder!r} has a {_ADAPTER_CONFIG} that is no JSON object")
+    return content
+
+
+def base_model(folder: str) -> str | None:
+    """Return the base model that an adapter's folder names; None for other folders and names. Raises CheckpointError
+    if it names none."""
+    place = Path(folder)
+    if not (place / _ADAPTER_CONFIG).is_file() or (place / "config.json").exists():
+        return None
+    base = adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise CheckpointError(
+            f"the adapter {folder!r} names no base model: give the base as 'model', and the folder in 'lora_modules'"
+        )
+    return base
 
 
 def read_index(index: Path) -> dict[str, Any]:

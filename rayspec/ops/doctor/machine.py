@@ -26,7 +26,7 @@ from rich.text import Text
 from rayspec import demo
 from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, installed_version, num_cores
 from rayspec.ops.plan.gpus import ask_torch
-from rayspec.types import CheckpointError
+from rayspec.types import CheckpointError, RayspecError
 
 _GIB = 2**30
 _PACKAGE = "rayspec"
@@ -221,29 +221,39 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 def check_model(model: str) -> tuple[Finding, str | None]:
-    """Check the files of a model: a folder, a GGUF file, a hub id, or "demo". Return also where it can be loaded from,
-    None if its files are absent or damaged."""
+    """Check the files of a model: a folder, also of an adapter that names its base model, a GGUF file, a hub id, or
+    "demo". Return also where it can be loaded from, None if its files are absent or damaged."""
     # The hub's client takes a second to import.
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
+    from huggingface_hub import snapshot_download, try_to_load_from_cache  # noqa: PLC0415
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+    from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
+    from rayspec.model.sources import GGUF_SUFFIX, base_model, check_name, gguf_of_hub  # noqa: PLC0415
+
+    try:
+        check_name(model)
+        model = base_model(model) or model
+        check_name(model)
+    except RayspecError as error:
+        return problem(_MODEL_FILES, str(error), "name another model"), None
     place = Path(demo.local_path(model))
-    is_gguf = place.suffix == ".gguf" and place.is_file()
-    if not place.is_dir() and not is_gguf:
-        if model.startswith((".", "/", "~")):
-            return problem(_MODEL_FILES, f"{model}: no such folder", _FETCH), None
+    if not place.exists():
+        of_hub = gguf_of_hub(model)
         try:
-            place = Path(snapshot_download(model, local_files_only=True))
-        except HFValidationError as error:
-            return problem(_MODEL_FILES, f"{model}: neither a folder nor a hub id: {error}", _FETCH), None
+            cached = try_to_load_from_cache(*of_hub) if of_hub else snapshot_download(model, local_files_only=True)
         except LocalEntryNotFoundError:
+            cached = None
+        if not isinstance(cached, str):
             cache = Path(HF_HUB_CACHE)
             free = shutil.disk_usage(next(one for one in (cache, *cache.parents) if one.exists())).free / _GIB
-            found = f"{model} is neither a folder here nor in the hub's cache; {free:.1f} GiB free"
-            remedy = f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {model}"
-            return warning(_MODEL_FILES, found, remedy), None
-    weights = [place] if is_gguf else next(filter(None, (sorted(place.glob(kind)) for kind in _WEIGHTS)), [])
+            said = f"{model} is neither a folder here nor in the hub's cache; {free:.1f} GiB free"
+            fetched = " ".join(of_hub) if of_hub else model
+            remedy = f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {fetched}"
+            return warning(_MODEL_FILES, said, remedy), None
+        place = Path(cached)
+    ggufs = sorted(place.glob(f"*{GGUF_SUFFIX}")) if place.is_dir() else [place]
+    is_gguf = bool(ggufs) and not (place / "config.json").exists()
+    weights = ggufs if is_gguf else next(filter(None, (sorted(place.glob(kind)) for kind in _WEIGHTS)), [])
     errors = [] if is_gguf or (place / "config.json").exists() else ["no config.json"]
     headers = [] if is_gguf else sorted([*place.glob("config.json"), *place.glob("*.index.json")])
     errors += [error for file in (*headers, *weights) for error in _errors_of(file)]

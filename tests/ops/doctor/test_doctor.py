@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from rayspec.cli import app
 from rayspec.config import EngineConfig
 from rayspec.model import weights
+from rayspec.model.sources import check_name
 from rayspec.ops.commands import examine
 from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.cluster import (
@@ -39,6 +40,7 @@ from rayspec.ops.doctor.machine import (
     check_ray_folder,
     check_shared_memory,
 )
+from rayspec.types import ConfigError
 from tests.families import checkpoint
 
 GIB = 2**30
@@ -191,6 +193,9 @@ def test_what_is_no_file_of_weights_is_found(folder: Path, content: bytes) -> No
     assert "is no GGUF file" in refused(gguf).found
     gguf.write_bytes(b"GGUF")
     assert check_model(str(gguf))[1] == str(gguf)
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).unlink()
+    assert check_model(str(folder))[1] == str(folder)
 
 
 def test_every_file_of_an_index_must_be_there(folder: Path) -> None:
@@ -225,8 +230,28 @@ def test_a_hub_id_that_is_not_in_the_cache_can_still_be_fetched() -> None:
     finding, place = check_model("nobody/no-such-model")
     assert (finding.status, place) == ("warning", None)
     assert "hf download nobody/no-such-model" in finding.remedy
-    refused(Path("/no/such/folder"))
-    refused(Path("what is this?"))
+    finding, place = check_model("nobody/no-such-model:Q4.gguf")
+    assert (finding.status, place) == ("warning", None)
+    assert "hf download nobody/no-such-model Q4.gguf" in finding.remedy
+
+
+def test_a_name_is_refused_as_at_load(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("Hello.")
+    for name in ("/no/such/folder", "what is this?", str(tmp_path / "a.txt"), "deno"):
+        with pytest.raises(ConfigError) as refusal:
+            check_name(name)
+        finding, place = check_model(name)
+        assert (finding.status, finding.found, place) == ("problem", str(refusal.value), None)
+
+
+def test_the_base_model_of_an_adapter_is_looked_at(folder: Path, tmp_path: Path) -> None:
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({"base_model_name_or_path": str(folder)}))
+    assert check_model(str(tmp_path))[1] == str(folder)
+    config.write_text("{}")
+    finding, place = check_model(str(tmp_path))
+    assert (finding.status, place) == ("problem", None)
+    assert "names no base model" in finding.found
 
 
 FACTS = NodeFacts(versions={"python": "3.11.7", "ray": "2.60.0"}, num_usable_gpus=2, fingerprint="abc")
