@@ -45,6 +45,7 @@ VOCAB_SIZE = 64
 NUM_DRAFT_TOKENS = 4
 _MAX_MODEL_LEN = 8192
 _NUM_WARM_ROUNDS = 5
+_NUM_TURNS = 5
 _NUM_NOISE_ROWS = 2048  # more than a round needs
 _DRAFT_LOOK_INTERVAL = 4  # as on a GPU
 _H100 = Accelerator(name="H100", bytes_per_s=3.35e12, flops=989e12)
@@ -177,21 +178,40 @@ def time_rounds(engine: Engine, *, batch: int, context: int, temperature: float,
 
 
 def measure(
-    parts: Decomposition, shape: str, strategy: str, *, temperature: float, batch: int, context: int, num_rounds: int
-) -> HostTime:
-    engine = engine_of(parts, strategy, batch)
-    took_s = time_rounds(engine, batch=batch, context=context, temperature=temperature, num_rounds=num_rounds)
-    num_tokens = engine.stats.num_generated_tokens / engine.stats.num_rounds
-    engine.abort_all()
-    return HostTime(
-        shape=shape,
-        strategy=strategy,
-        temperature=temperature,
-        batch=batch,
-        best_ms=1000 * min(took_s),
-        median_ms=1000 * median(took_s),
-        tokens=num_tokens,
-    )
+    parts: Decomposition,
+    shape: str,
+    strategy: str,
+    *,
+    temperatures: Sequence[float],
+    batch: int,
+    context: int,
+    num_rounds: int,
+) -> list[HostTime]:
+    """Time rounds at each temperature. The temperatures take turns, so that a noisy machine slows them alike."""
+    took_s: dict[float, list[float]] = {each: [] for each in temperatures}
+    tokens, rounds = dict.fromkeys(temperatures, 0), dict.fromkeys(temperatures, 0)
+    for turn in range(_NUM_TURNS):
+        in_turn = range(turn, num_rounds, _NUM_TURNS)
+        for temperature in temperatures if in_turn else ():
+            engine = engine_of(parts, strategy, batch)
+            took_s[temperature] += time_rounds(
+                engine, batch=batch, context=context, temperature=temperature, num_rounds=len(in_turn)
+            )
+            tokens[temperature] += engine.stats.num_generated_tokens
+            rounds[temperature] += engine.stats.num_rounds
+            engine.abort_all()
+    return [
+        HostTime(
+            shape=shape,
+            strategy=strategy,
+            temperature=each,
+            batch=batch,
+            best_ms=1000 * min(took_s[each]),
+            median_ms=1000 * median(took_s[each]),
+            tokens=tokens[each] / rounds[each],
+        )
+        for each in temperatures
+    ]
 
 
 def table(found: Sequence[HostTime]) -> str:
@@ -227,19 +247,17 @@ def host_time(
     """
     with clean_exit():
         torch.set_num_threads(1)
-        found = []
+        found = list[HostTime]()
         for shape in shapes.split(","):
             parts = empty_model(SHAPES[shape])
             for strategy in strategies.split(","):
-                for temperature in numbers("temperatures", temperatures, float):
-                    for batch in numbers("batches", batches, int):
-                        found.append(
-                            measure(
-                                parts, shape, strategy,
-                                temperature=temperature, batch=batch, context=context, num_rounds=rounds,
-                            )
-                        )  # fmt: skip
-                        say("  ".join(_row(found[-1])))
+                for batch in numbers("batches", batches, int):
+                    asked = numbers("temperatures", temperatures, float)
+                    found += measure(
+                        parts, shape, strategy, temperatures=asked, batch=batch, context=context, num_rounds=rounds
+                    )
+                    for one in found[-len(asked) :]:
+                        say("  ".join(_row(one)))
         output_console().print(table(found), markup=False, highlight=False, soft_wrap=True)
         if json is not None:
             save_json({"rounds": [asdict(one) for one in found]}, json)
