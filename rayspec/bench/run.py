@@ -87,9 +87,7 @@ def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec
 
         def loaded(config: EngineConfig) -> tuple[rayspec.LLM, Engine]:
             llm = stack.enter_context(load_llm(config))
-            if llm.client.engine is None:
-                raise ConfigError("option 'replicas' is more than 1: one replica is measured at a time, leave it out")
-            return llm, llm.client.engine
+            return llm, llm.engine
 
         say("loading")
         configs = {name: engine_config(options, folder, BASELINE if name == HF else name) for name in names}
@@ -200,7 +198,10 @@ def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineCo
 
 def measured_engine(base: EngineConfig, folder: str, *, batch: int, longest: int, **speculation: Any) -> EngineConfig:
     """Return the options of an engine that completes the same prompts again and again. longest: tokens of a prompt with
-    its output. speculation: options in place of those in `base`, whose drafts and saved plans are not kept."""
+    its output. speculation: options in place of those in `base`, whose drafts and saved plans are not kept.
+    Raises ConfigError for several replicas."""
+    if base.parallel is not None and base.parallel.replicas > 1:
+        raise ConfigError(f"option 'replicas' is {base.parallel.replicas}: one replica is measured, leave it out")
     drafts = {"skip": (), "static_choice": FULL, "warm_start": None} | speculation
     return base.replace(
         model=folder,

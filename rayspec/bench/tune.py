@@ -18,7 +18,6 @@ from rayspec.bench.run import measured_engine, model_folder
 from rayspec.bench.workloads import make_workloads
 from rayspec.choices import SKIP
 from rayspec.command.terminal import load_llm
-from rayspec.decode.engine import Engine
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.tuning import tune_domains, tune_plan
 from rayspec.types import ConfigError
@@ -48,8 +47,6 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
         config = measured_engine(options.engine, model, batch=options.batch, longest=longest, **static)
         llm = stack.enter_context(load_llm(config))
         engine = llm.engine
-        if not isinstance(engine, Engine):
-            raise ConfigError("option 'replicas' is more than 1: plans are tuned on one replica, which serves them all")
         domains = calibration_prompts(llm, options)
         for domain, prompts in domains.items():
             longest = max(map(len, prompts), default=0)

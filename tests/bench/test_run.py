@@ -61,9 +61,10 @@ def test_the_baseline_is_first_and_all_are_those_that_lack_nothing(given: BenchO
         (options("ar", plans=SAVED), "option 'plans' has 's.json' for 'self-sd', which does not run"),
         (options("clasp", plans={"clasp": "s.json"}), "does not work with strategy 'clasp'"),
         (options("clasp", warm_start="p.json", strategy="auto"), "name the strategy that the saved plans are for"),
+        (options("ar").replace(engine=EngineConfig(model="m", parallel={"replicas": 2})), "option 'replicas' is 2"),
     ],
 )
-def test_a_strategy_that_lacks_something_is_named(given: BenchOptions, message: str) -> None:
+def test_options_that_cannot_be_measured_are_named(given: BenchOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         strategy_names(given)
 

@@ -91,6 +91,13 @@ def test_inputs_that_are_none(llm: rayspec.LLM, inputs: list[str], message: str)
         calibration_prompts(llm, options(*inputs))
 
 
+def test_several_replicas_are_refused_before_they_are_loaded(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("rayspec.bench.tune.load_llm")
+    result = run(*MODEL, *FAST, "--input", "demo:summary", "--replicas", "2", "-o", "plans.json")
+    assert result.exit_code == 2
+    assert "option 'replicas' is 2: one replica is measured, leave it out" in result.output
+
+
 def test_domains_are_named_by_their_inputs(llm: rayspec.LLM, tmp_path: Path) -> None:
     file = str(write_documents(tmp_path / "law=new.jsonl", 5))
     assert {domain: len(prompts) for domain, prompts in calibration_prompts(llm, options(file)).items()} == {"": 3}
