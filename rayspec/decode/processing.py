@@ -254,8 +254,8 @@ class LogitRows(msgspec.Struct, frozen=True):
 
 
 def process(logits: Tensor, rows: LogitRows) -> Tensor:
-    """Return raw logits [N, V] as float32, with these rows processed; the logits themselves do not change. Rows with a
-    temperature other than 1, min_p or top_p are shifted so that their largest score is 0.
+    """Return raw logits [N, V] as float32, with these rows processed: in new memory, but for logits in float32 that
+    nothing changes. Rows with a temperature other than 1, min_p or top_p are shifted so that their largest score is 0.
 
     A row with a finite score keeps at least one. The result for a row with NaN or +inf is undefined, but no error
     occurs. With top_p and without kernels the host synchronises once with the device. Raises InvalidTokenError for a
@@ -283,8 +283,8 @@ def changes_of(rows: LogitRows, num_rows: int, device: torch.device) -> list[Row
 
 def changed(logits: Tensor, changes: Sequence[RowsChange]) -> Tensor:
     """Return the logits after the changes, as `process` does."""
-    begins_with_copy = not changes or (changes[0][0] is _shift and changes[0][2] is None)
-    scores = logits.to(torch.float32, copy=not begins_with_copy)
+    overwrites = bool(changes) and (changes[0][0] is not _shift or changes[0][2] is not None)
+    scores = logits.to(torch.float32, copy=overwrites)
     for change, rows, where in changes:
         if where is None:
             scores = change(scores, rows)

@@ -463,7 +463,8 @@ class _Attention:
         """Return the calls of a chain, or of one row of a tree, in which every row has the bits that it has alone."""
         end = paths[0].position + 1 if paths else span.end
         in_blocks = self._merges and (self.kind.sliding_window is None or end <= self.kind.sliding_window)
-        if span.num_rows > 1 and (not in_blocks or span.num_rows * self._group_size % _BLOCK_ROWS == 1):
+        left_over = {number * self._group_size % _BLOCK_ROWS for number in (1, span.num_rows)}
+        if span.num_rows > 1 and (not in_blocks or 1 in left_over):
             most, last = span.num_rows - 1, rows.stop - 1
             return [
                 *self._calls_in_blocks(slice(rows.start, last), span.chain(0, most), ()),

@@ -23,7 +23,7 @@ from transformers.quantizers import quantizer_gguf
 from transformers.utils import logging as transformers_logging
 
 from rayspec.machine import bytes_available
-from rayspec.model.sources import GGUF_SUFFIX, check_source, gguf_of_hub
+from rayspec.model.sources import check_source, gguf_at, gguf_of_hub
 from rayspec.types import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -41,17 +41,10 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
     ConfigError for a folder with several GGUF files, for one part of several, and where the package gguf is missing;
     CheckpointError for a file that cannot be fetched.
     """
-    path, of_hub = Path(model), gguf_of_hub(model)
-    if path.is_dir():
-        files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF_SUFFIX}"))
-        if len(files) > 1:
-            names = ", ".join(file.name for file in files[:4])
-            raise ConfigError(f"option 'model' is {model!r}, a folder with several GGUF files ({names}): name one")
-    else:
-        files = [path] if path.is_file() and path.suffix == GGUF_SUFFIX else []
-    if not files and of_hub is None:
+    file, of_hub = gguf_at(Path(model)), gguf_of_hub(model)
+    if file is None and of_hub is None:
         return None
-    if _PART.search(name := files[0].name if files else model):
+    if _PART.search(name := file.name if file else model):
         raise ConfigError(
             f"option 'model' is {model!r}, of which {name} is one part: join the parts (llama-gguf-split --merge)"
         )
@@ -60,7 +53,7 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
             f"option 'model' is {model!r}, a GGUF file, which needs the package gguf: pip install 'rayspec[gguf]'"
         )
     if of_hub is None:
-        return files[0]
+        return file
     repository, name = of_hub
     check_source(repository, revision=revision)
     try:

@@ -26,15 +26,27 @@ _BUNDLED = ("demo", "demo-plain")
 _SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
 _CACHED_FILES = ("config.json", "tokenizer_config.json")
 _REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"
-GGUF_SUFFIX = ".gguf"
+_GGUF_SUFFIX = ".gguf"
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
 def gguf_of_hub(name: str) -> tuple[str, str] | None:
     """Return repository and file of `owner/repository:FILE.gguf`, or None for another name."""
     repository, colon, file = name.rpartition(":")
-    is_one = colon and file.endswith(GGUF_SUFFIX) and repository.count("/") == 1 and not _is_path(repository)
+    is_one = colon and file.endswith(_GGUF_SUFFIX) and repository.count("/") == 1 and not _is_path(repository)
     return (repository, file) if is_one and not Path(name).exists() else None
+
+
+def gguf_at(path: Path) -> Path | None:
+    """Return the GGUF file that this is, or the only one of a folder without config.json; None for others. Raises
+    ConfigError for a folder with several."""
+    if not path.is_dir():
+        return path if path.is_file() and path.suffix == _GGUF_SUFFIX else None
+    files = [] if (path / "config.json").exists() else sorted(path.glob(f"*{_GGUF_SUFFIX}"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise ConfigError(f"option 'model' is {str(path)!r}, a folder with several GGUF files ({names}): name one")
+    return files[0] if files else None
 
 
 def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) -> None:
@@ -43,7 +55,7 @@ def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) 
     is_elsewhere: other machines load the model, so a folder may exist only on those. Raises ConfigError.
     """
     path = Path(name)
-    if name and (path.is_dir() or (path.is_file() and path.suffix == GGUF_SUFFIX)):
+    if name and (path.is_dir() or gguf_at(path)):
         return
     asked = f"option {option!r} is {name!r}"
     if path.is_file():
@@ -76,7 +88,7 @@ def check_source(name: str, *, option: str = "model", revision: str | None = Non
         files = (try_to_load_from_cache(repository, file, revision=revision) for file in _CACHED_FILES)
         if not any(isinstance(file, str) for file in files):
             _ask_hub(repository, option, revision)
-    elif option == "model" and not (folder / "config.json").exists() and not any(folder.glob(f"*{GGUF_SUFFIX}")):
+    elif option == "model" and not (folder / "config.json").exists() and gguf_at(folder) is None:
         if (folder / _ADAPTER_CONFIG).exists():
             raise CheckpointError(
                 f"option 'model' is {name!r}, the folder of a PEFT adapter: merge it into its base model "

@@ -228,15 +228,16 @@ def check_model(model: str) -> tuple[Finding, str | None]:
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415
 
-    from rayspec.model.sources import GGUF_SUFFIX, base_model, check_name, gguf_of_hub  # noqa: PLC0415
+    from rayspec.model.sources import base_model, check_name, gguf_at, gguf_of_hub  # noqa: PLC0415
 
     try:
         check_name(model)
         model = base_model(model) or model
         check_name(model)
+        place = Path(demo.local_path(model))
+        gguf = gguf_at(place)
     except RayspecError as error:
         return problem(_MODEL_FILES, str(error), "name another model"), None
-    place = Path(demo.local_path(model))
     if not place.exists():
         of_hub = gguf_of_hub(model)
         try:
@@ -251,9 +252,9 @@ def check_model(model: str) -> tuple[Finding, str | None]:
             remedy = f"nothing, if the hub can be reached when it is first loaded; otherwise: hf download {fetched}"
             return warning(_MODEL_FILES, said, remedy), None
         place = Path(cached)
-    ggufs = sorted(place.glob(f"*{GGUF_SUFFIX}")) if place.is_dir() else [place]
-    is_gguf = bool(ggufs) and not (place / "config.json").exists()
-    weights = ggufs if is_gguf else next(filter(None, (sorted(place.glob(kind)) for kind in _WEIGHTS)), [])
+        gguf = place if of_hub else None
+    is_gguf = gguf is not None
+    weights = [gguf] if gguf else next(filter(None, (sorted(place.glob(kind)) for kind in _WEIGHTS)), [])
     errors = [] if is_gguf or (place / "config.json").exists() else ["no config.json"]
     headers = [] if is_gguf else sorted([*place.glob("config.json"), *place.glob("*.index.json")])
     errors += [error for file in (*headers, *weights) for error in _errors_of(file)]

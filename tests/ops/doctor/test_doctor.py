@@ -196,6 +196,8 @@ def test_what_is_no_file_of_weights_is_found(folder: Path, content: bytes) -> No
     for file in ("config.json", "model.safetensors"):
         (folder / file).unlink()
     assert check_model(str(folder))[1] == str(folder)
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    assert "several GGUF files (model.gguf, other.gguf)" in check_model(str(folder))[0].found
 
 
 def test_every_file_of_an_index_must_be_there(folder: Path) -> None:
