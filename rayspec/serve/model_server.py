@@ -6,14 +6,18 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
 import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from rayspec.command.terminal import load_llm
+from rayspec.decode.drafting.lookup import OwnedText
+from rayspec.decode.engine import Engine
 from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import Limit, logprobs_limit, respond, stream
@@ -27,10 +31,12 @@ from rayspec.ray_session import forget_reserved_threads
 from rayspec.serve.access import INTERNAL
 from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
 from rayspec.serve.options import LLMConfig
-from rayspec.serve.watch import EngineHealth, ModelStatus, RecentRates, ReplicaReport
+from rayspec.serve.watch import EngineHealth, ModelStatus, RecentRates, ReplicaReport, replicas_of
 from rayspec.types import RayspecError, RequestError
 
 _SAMPLES_PER_UPDATE = 4  # of the metrics
+_PASS_ON_S, _MOST_PASSED = 2.0, 64  # how often texts go to the other replicas, and how many together
+_PASSED_S = 10.0  # a replica that has not taken them by then is not waited for
 
 _logger = logging.getLogger(__name__)
 
@@ -49,8 +55,7 @@ class ModelServer:
         self._metrics: EngineMetrics | None = None
         self._engine = AsyncEngine(llm)
         if config.log_engine_metrics:
-            own_id = str(ray.get_runtime_context().get_actor_id())
-            self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=own_id))
+            self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=_own_id()))
             self._engine = MeteredEngine(llm, self._metrics)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
         self._background, self._logprobs = Limit(config.num_places), logprobs_limit()
@@ -62,6 +67,8 @@ class ModelServer:
         self._created = int(time.time())
         loop = asyncio.get_running_loop()
         self._tasks += [loop.create_task(work) for work in (self._sample(), self._ping())]
+        if config.num_replicas > 1 and self._engine.client.engine is not None:
+            self._tasks.append(loop.create_task(self._pass_on(self._engine.client.engine)))
 
     async def respond(
         self, kind: type[Request], body: bytes, name: str, owner: str = "", client: str = ""
@@ -116,6 +123,13 @@ class ModelServer:
             async for event in events:
                 yield event
 
+    async def remember(self, sender: str, vocab_size: int, texts: Sequence[OwnedText]) -> None:
+        """Let later texts of the same owners copy these, which another replica has finished. During an update, that may
+        have another model."""
+        engine = self._engine.client.engine
+        if sender != _own_id() and engine is not None and vocab_size == engine.model.vocab_size:
+            engine.remember(texts)
+
     async def check_health(self) -> None:
         """Check the engine for Serve, which ends the replica after several errors in a row. Raises StageLostError and
         EngineDeadError. The watch ends a replica whose engine is stuck. While lost shards are being replaced, nothing
@@ -150,6 +164,19 @@ class ModelServer:
                 self._failure = None
             await asyncio.sleep(0.5)
 
+    async def _pass_on(self, engine: Engine) -> None:
+        """Send finished texts to the other replicas again and again."""
+        context = serve.get_replica_context()
+        peers = serve.get_deployment_handle(context.deployment, context.app_name)
+        peers.options()  # from now on Serve tells the handle about replicas
+        while True:
+            await asyncio.sleep(_PASS_ON_S)
+            texts = engine.finished_texts(_MOST_PASSED)
+            if texts and len(replicas_of(context.app_name, context.deployment)) > 1:
+                sent = peers.broadcast("remember", _own_id(), engine.model.vocab_size, texts)
+                with suppress(RayServeException, asyncio.TimeoutError):  # nothing is lost but copies
+                    await sent.results_async(timeout_s=_PASSED_S, return_exceptions=True)
+
     async def _sample(self) -> None:
         client = self._engine.client
         for number in itertools.count():
@@ -158,6 +185,10 @@ class ModelServer:
             if self._metrics is not None and number % _SAMPLES_PER_UPDATE == 0:
                 self._metrics.update(client.stats, client.load, client.stage_use())
             await asyncio.sleep(0.5)
+
+
+def _own_id() -> str:
+    return str(ray.get_runtime_context().get_actor_id())
 
 
 async def _parsed(kind: type[Request], body: bytes) -> Request:

@@ -8,13 +8,16 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
+from ray import serve
 
 from rayspec.openai.requests import CompletionRequest
 from rayspec.serve.access import ApiKeys
+from rayspec.serve.app import model_deployment
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
 from rayspec.serve.watch import ReplicaReport
 from tests.serve.endpoint_process import ENGINE
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -89,6 +92,64 @@ def test_outputs_are_copied_by_requests_of_the_same_key_only() -> None:
         assert texts[0] == texts[1] == texts[2]
         assert copied[:2] == [0, 0]
         assert copied[2] >= 16
+        engine: Any = server._engine.client.engine
+        ((_, tokens), *_) = engine.finished_texts(1)
+        await server.remember("another replica", engine.model.vocab_size + 1, [("c", tokens)])
+        await answer(server, 48, "c", prompt="The meeting", temperature=3, seed=5, use_drafts=False)
+        await server.remember("another replica", engine.model.vocab_size, [("d", tokens)])
+        for owner, least, most in (("c", 0, 0), ("d", 16, 48)):
+            before = engine.stats.accepted_by_source["corpus"]
+            await answer(server, 48, owner, prompt="The meeting", temperature=3, seed=5)
+            assert least <= engine.stats.accepted_by_source["corpus"] - before <= most
         server.__del__()
 
     asyncio.run(scenario())
+
+
+class _Told(ModelServer):
+    """Says how many tokens it has generated and copied from its corpus, and how many texts it has received."""
+
+    async def told(self) -> tuple[int, int, int]:
+        engine: Any = self._engine.client.engine
+        stats = engine.stats
+        return (
+            stats.num_generated_tokens,
+            stats.accepted_by_source.get("corpus", 0),
+            len(engine._planner.proposer.received),
+        )
+
+
+@pytest.mark.exhaustive
+def test_replicas_copy_from_each_other() -> None:
+    config = LLMConfig(
+        model_loading_config={"model_id": "demo"},
+        engine_kwargs=dict(ENGINE),
+        deployment_config={"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}},
+    )
+    make = model_deployment(config, replica_timeout_s=60.0, name="Two", num_gpus=0)
+    handle: Any = serve.run(make(_Told).bind(config, engine_timeout_s=60.0), name="two", route_prefix=None)
+    try:
+        body = {
+            "model": "demo",
+            "prompt": "The meeting",
+            "max_tokens": 48,
+            "ignore_eos": True,
+            "temperature": 3,
+            "seed": 5,
+        }
+
+        def texts() -> list[tuple[int, int, int]]:
+            """Of the replica that answered the first request, then of the other one."""
+            return sorted(handle.broadcast("told").results(), reverse=True)
+
+        def ask() -> bytes:
+            answered: bytes = handle.respond.remote(CompletionRequest, json.dumps(body).encode(), "name").result()
+            return answered
+
+        ask()
+        wait_until(lambda: [received for _, _, received in texts()] == [0, 1], PATIENCE_S)
+        assert [copied for _, copied, _ in texts()] == [0, 0]
+        wait_until(lambda: ask() and texts()[1][0] > 0, PATIENCE_S)
+        assert texts()[1][1] >= 16, "of its first request"
+    finally:
+        serve.shutdown()
