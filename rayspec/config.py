@@ -139,7 +139,9 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
     if error["type"] == "literal_error" and isinstance(value, str):
         near = difflib.get_close_matches(value, re.findall(r"'(.+?)'", error["ctx"]["expected"]), n=1)
         message += f"; did you mean {near[0]!r}?" if near else ""
-    return f"option {name!r} is {value!r}: {message}" if name else message
+    field = options.model_fields.get(name.partition(".")[0])
+    shown = f" is {value!r}" if field is None or field.repr else ""  # else it is secret
+    return f"option {name!r}{shown}: {message}" if name else message
 
 
 def _home(options: type[Options], name: str, value: Any) -> str | None:

@@ -125,4 +125,9 @@ def reason_of(error: BaseException) -> str:
 
 def plainly(message: str) -> str:
     """Return pydantic's reason in the words of our own errors."""
-    return message.removeprefix("Value error, ").replace("Input should be", "it must be").partition(", unable to")[0]
+    return (
+        message.removeprefix("Value error, ")
+        .replace("Input should be", "it must be")
+        .replace("a valid tuple", "a list")
+        .partition(", unable to")[0]
+    )

@@ -74,6 +74,7 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
         ),
         ({"llm_configs": ["absent.yaml"]}, ["absent.yaml", "cannot be read"]),
         ({"llm_configs": [model()], "api_keys": ["good", "two words"]}, ["key 2 must be printable"]),
+        ({"llm_configs": [model()], "api_keys": "good"}, ["'api_keys': it must be a list"]),
         ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
     ],
 )
