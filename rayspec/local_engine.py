@@ -161,4 +161,5 @@ def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
     latency = replace(LatencyModel.fit(measured, [WHOLE]), rejected_s=span.rejected_s) if span.cuts else None
     stages = WholeModelStages(span, vocab_size=info.vocab_size, verification=config.speculation.verification)
     strategy = copying_strategy(config, stages.num_sublayers, latency, reason)
+    info = replace(info, scores_prompts=span.scores_prompts)
     return make_engine(config, stages, strategy, info, CacheSize(num_slots), latency=latency)

@@ -266,6 +266,17 @@ def check_generation(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
+def scores_prompts(model: PreTrainedModel) -> bool:
+    """Return whether one pass over a prompt gives the logits after each of its tokens, computed from the tokens up to
+    it. Encoders also read the tokens that follow, and XLNet gives the last row only."""
+    prompt, num_before = _random_tokens(model, _FEW_TOKENS), _FEW_TOKENS // 2
+    rows = GenerateState(model, prompt).run(prompt, num_logits=_FEW_TOKENS)
+    expected = GenerateState(model, prompt[:num_before]).run(prompt[:num_before])
+    tolerance = _TOLERANCE if rows.dtype == torch.float32 else _TOLERANCE_IN_HALF
+    return len(rows) == _FEW_TOKENS and _difference(rows[num_before - 1 : num_before], expected) <= tolerance
+
+
+@torch.inference_mode()
 def check_received(model: PreTrainedModel) -> None:
     """Require that what a stage without the embedding computes does not depend on what stands in for it: embeddings
     may have reached the layers in another way than by the states. Raises UnsupportedModelError."""

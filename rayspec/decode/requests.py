@@ -181,7 +181,8 @@ class SequenceState:
 class ModelInfo:
     """What the engine knows of the model. max_model_len: the most prompt and output tokens of a request together.
     defaults: the checkpoint's, of sampling parameters. adapters: names of the loaded adapters, to which others may be
-    added. adapter: the one of requests that name none. given_texts: tokens of texts that drafts are copied from."""
+    added. adapter: the one of requests that name none. given_texts: tokens of texts that drafts are copied from.
+    scores_prompts: whether the model can give log-probabilities of a prompt."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -191,6 +192,7 @@ class ModelInfo:
     adapters: list[str] = field(default_factory=list)
     adapter: str | None = None
     given_texts: Sequence[int] = ()
+    scores_prompts: bool = True
     grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:
@@ -200,10 +202,16 @@ class ModelInfo:
 
 def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
     """Return the prompt's tokens, cut by `truncate_prompt_tokens`. Raises RequestError if the prompt is invalid, empty
-    or too long, or if it or the parameters have foreign tokens. Checked here, because a stage in another process cannot
+    or too long, if it or the parameters have foreign tokens, or if the model cannot give the log-probabilities of the
+    prompt. Checked here, because a stage in another process cannot
     refuse."""
     check_tokens("logit_bias", request.params.logit_bias, model.vocab_size)
     check_tokens("allowed_token_ids", request.params.allowed_token_ids or (), model.vocab_size)
+    if request.params.prompt_logprobs is not None and not model.scores_prompts:
+        raise RequestError(
+            "prompt_logprobs: one pass of this model does not give the log-probabilities of a prompt's tokens: leave "
+            "it out"
+        )
     if request.adapter is not None and request.adapter not in model.adapters:
         known = ", ".join(map(repr, model.adapters)) or "none"
         raise RequestError(f"adapter {request.adapter!r} is not loaded: name it in option 'lora_modules' ({known} now)")

@@ -30,6 +30,7 @@ from rayspec.decode.generate_state import (
     in_lockstep,
     measured_passes,
     measured_sequences,
+    scores_prompts,
 )
 from rayspec.decode.rounds import Head, choose, first_pass, script
 from rayspec.decode.runner import Threads, seconds
@@ -61,9 +62,10 @@ class WholeSpan:
     """An undivided model, or a stage of it (see `model/passing.py`), with a `GenerateState` for each sequence. Each
     prompt runs in one pass. is_last: whether it has the head. Raises as `check_generation` does.
 
-    cuts: see `find_cuts`; None: rounds have no drafts. fewest_in_lockstep: sequences of a round that run in lockstep;
-    None: sequences always run one after another. rejected_s: see `LatencyModel`. owed_s: of it, that no verify was
-    charged with yet. num_pending: sequences of the last verify of which rows were rejected before.
+    scores_prompts: see the function of this name. cuts: see `find_cuts`; None: rounds have no drafts.
+    fewest_in_lockstep: sequences of a round that run in lockstep; None: sequences always run one after another.
+    rejected_s: see `LatencyModel`. owed_s: of it, that no verify was charged with yet. num_pending: sequences of the
+    last verify of which rows were rejected before.
     """
 
     def __init__(self, model: PreTrainedModel, *, threads: Threads, is_last: bool = True) -> None:
@@ -73,6 +75,7 @@ class WholeSpan:
         check_generation(model)
         in_fast_layout(model)
         self.model = model
+        self.scores_prompts = not is_last or scores_prompts(model)
         self.cuts: Cuts | None = None
         self.lockstep = in_lockstep(model)
         self.fewest_in_lockstep: int | None = None

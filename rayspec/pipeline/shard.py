@@ -92,13 +92,15 @@ def rank_name(stage: int, rank: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A shard whose weights are loaded. ways: choices by which drafts may run each of its sublayers. cuts: how a model
-    that does not split takes rows back. problem: why it cannot. weights: fingerprint of the weights and adapters."""
+    that does not split takes rows back. problem: why it cannot. weights: fingerprint of the weights and adapters.
+    scores_prompts: see `ModelInfo`."""
 
     dtype: str
     weights: str
     ways: Sequence[Sequence[Choice]] = ()
     cuts: Cuts | None = None
     problem: str = ""
+    scores_prompts: bool = True
 
 
 @dataclass(order=True, slots=True)

@@ -40,7 +40,13 @@ class WholeShard(Shard):
             check_received(model)
         problem = self.span.find_cuts() if self._config.speculation.strategy in COPYING else ""
         dtype = str(model.dtype).removeprefix("torch.")
-        return Loaded(dtype=dtype, weights=weights, cuts=self.span.cuts, problem=problem)
+        return Loaded(
+            dtype=dtype,
+            weights=weights,
+            cuts=self.span.cuts,
+            problem=problem,
+            scores_prompts=self.span.scores_prompts,
+        )
 
     def rehearse(self) -> None:
         """Do nothing: the part of the memory that caches get leaves enough for a pass."""

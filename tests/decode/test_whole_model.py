@@ -19,7 +19,15 @@ from rayspec.decode.whole_model import WholeModelStages
 from rayspec.decode.work import RoundResult
 from rayspec.local_engine import load_engine
 from rayspec.strategies.fixed import FixedPlan, lookup_plan
-from rayspec.types import CheckpointError, ConfigError, OutOfMemoryError, Request, UnsupportedModelError, no_draft
+from rayspec.types import (
+    CheckpointError,
+    ConfigError,
+    OutOfMemoryError,
+    Request,
+    RequestError,
+    UnsupportedModelError,
+    no_draft,
+)
 from tests import every_type
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
@@ -321,6 +329,19 @@ def test_weights_that_compute_nan_are_refused_at_load(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="computes NaN or infinity"):
         load_engine(EngineConfig(model=str(tmp_path), device="cpu"), with_tokenizer=False)
+
+
+@pytest.mark.parametrize("case", ["xlnet", "bert"])
+def test_log_probabilities_of_a_prompt_are_refused_where_a_pass_does_not_give_them(case: str, tmp_path: Path) -> None:
+    """XLNet gives the last row only, and rows of an encoder know the tokens that follow."""
+    every_type.build(case).save_pretrained(tmp_path)
+    engine = load_engine(_config_of(str(tmp_path), kv_cache_tokens=600), with_tokenizer=False)
+    plain = SamplingParams(temperature=0, max_tokens=4)
+    prompts = [[7, 9, 12, 33], [7, 9]]
+    expected = tokens_of(complete(engine, prompts, plain))
+    with pytest.raises(RequestError, match="prompt_logprobs"):
+        complete(engine, prompts, [plain.replace(prompt_logprobs=1), plain])
+    assert tokens_of(complete(engine, prompts, plain)) == expected
 
 
 def test_deterministic_is_refused() -> None:
