@@ -135,7 +135,7 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
         return f"option {name!r} is missing: give it {remedy}"
     value, message = error["input"], plainly(str(error["msg"]))
     if isinstance(error.get("ctx", {}).get("error"), ConfigError):
-        return f"in {name!r}: {message}"
+        return f"in {name!r}: {message}" if name else message
     if error["type"] == "literal_error" and isinstance(value, str):
         near = difflib.get_close_matches(value, re.findall(r"'(.+?)'", error["ctx"]["expected"]), n=1)
         message += f"; did you mean {near[0]!r}?" if near else ""

@@ -266,6 +266,10 @@ def asked_options(
         if given:
             raise ConfigError(f"option {given[0]!r} does not go with {str(file)!r}: write it there")
         args = read_options_file(file)
+        if "applications" in args:
+            raise ConfigError(
+                f"{str(file)!r} is a file for Serve: run `serve run {file}`, or give a file of what stands in its 'args'"
+            )
     more = {"api_keys": api_keys, "cors": cors, "allowed_hosts": allowed_hosts}
     lists = {name: [*(args.get(name) or ()), *values] for name, values in more.items() if values}
     chosen = {"batches": batches} if batches is not None else {}

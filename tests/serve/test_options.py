@@ -62,7 +62,7 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
         ({"llm_configs": [model(engine_kwargs={"lora_modules": {"m": "f"}})]}, ["'lora_modules'", "'m' names 2"]),
         ({"llm_configs": []}, ["'llm_configs' is empty"]),
         ({"llm_configs": [model()], "api_key": []}, ["'api_key'", "'api_keys'"]),
-        ({"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]}, ["llm_configs.0", "engine_kwargs", "'dtype'"]),
+        ({"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]}, ["'llm_configs.0': in 'engine_kwargs': ", "'dtype'"]),
         ({"llm_configs": [model(engine_kwargs={"model": "x"})]}, ["engine_kwargs.model", "model_source"]),
         (
             {"llm_configs": [model(engine_kwargs={"parallel": {"stages": 2}}, accelerator_type="H100")]},
@@ -155,5 +155,8 @@ def test_a_file_has_everything(tmp_path: Path) -> None:
             asked(also, file)
     with pytest.raises(ConfigError, match="served_model_name"):
         asked(Asked(), file, model_id="x")
+    file.write_text("applications: [{args: {llm_configs: []}}]\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"run `serve run .*app.yaml`"):
+        asked(Asked(), file)
     with pytest.raises(ConfigError, match="sampling"):
         asked(Asked(flags=dict(FLAGS), overrides=["sampling.top_p=0.5"]))
