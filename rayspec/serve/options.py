@@ -268,7 +268,7 @@ def asked_options(
         args = read_options_file(file)
         if "applications" in args:
             raise ConfigError(
-                f"{str(file)!r} is a file for Serve: run `serve run {file}`, or give a file of what stands in its 'args'"
+                f"{str(file)!r} is a file for Serve: run `serve run {file}`, or give a file with what is in its 'args'"
             )
     more = {"api_keys": api_keys, "cors": cors, "allowed_hosts": allowed_hosts}
     lists = {name: [*(args.get(name) or ()), *values] for name, values in more.items() if values}

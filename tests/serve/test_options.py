@@ -62,7 +62,10 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
         ({"llm_configs": [model(engine_kwargs={"lora_modules": {"m": "f"}})]}, ["'lora_modules'", "'m' names 2"]),
         ({"llm_configs": []}, ["'llm_configs' is empty"]),
         ({"llm_configs": [model()], "api_key": []}, ["'api_key'", "'api_keys'"]),
-        ({"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]}, ["'llm_configs.0': in 'engine_kwargs': ", "'dtype'"]),
+        (
+            {"llm_configs": [model(engine_kwargs={"dtyp": "float32"})]},
+            ["'llm_configs.0': in 'engine_kwargs': ", "'dtype'"],
+        ),
         ({"llm_configs": [model(engine_kwargs={"model": "x"})]}, ["engine_kwargs.model", "model_source"]),
         (
             {"llm_configs": [model(engine_kwargs={"parallel": {"stages": 2}}, accelerator_type="H100")]},
