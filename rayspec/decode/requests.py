@@ -203,8 +203,7 @@ class ModelInfo:
 def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
     """Return the prompt's tokens, cut by `truncate_prompt_tokens`. Raises RequestError if the prompt is invalid, empty
     or too long, if it or the parameters have foreign tokens, or if the model cannot give the log-probabilities of the
-    prompt. Checked here, because a stage in another process cannot
-    refuse."""
+    prompt. Checked here, because a stage in another process cannot refuse."""
     check_tokens("logit_bias", request.params.logit_bias, model.vocab_size)
     check_tokens("allowed_token_ids", request.params.allowed_token_ids or (), model.vocab_size)
     if request.params.prompt_logprobs is not None and not model.scores_prompts:
