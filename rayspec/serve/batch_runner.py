@@ -20,7 +20,7 @@ from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLin
 from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.serve.access import BUSY, Places, Refused
 from rayspec.serve.batch_store import BatchStore
-from rayspec.serve.calls import fetch
+from rayspec.serve.calls import Deadline, fetch
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.watch import replicas_of
 from rayspec.types import ConfigError
@@ -119,7 +119,7 @@ class BatchRunner:
             await turn
             while True:
                 try:
-                    found: BatchResult = await fetch(handle.answer.remote(line), None)
+                    found: BatchResult = await fetch(handle.answer.remote(line), Deadline(None))
                 except Refused as refused:  # noqa: PERF203
                     if refused.error is not BUSY:
                         return refused.error

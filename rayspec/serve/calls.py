@@ -18,12 +18,27 @@ from rayspec.serve.access import BUSY, GONE, INTERNAL, Refused, timed_out
 T = TypeVar("T")
 
 
-class ModelCall:
-    """A call of a model under way. response: Serve's. timeout_s: limit for the whole call from now; None: no limit."""
+class Deadline:
+    """The end of the time for an answer. timeout_s: from now; None: no limit."""
 
-    def __init__(self, response: Any, timeout_s: float | None) -> None:
-        self._response, self._timeout_s = response, timeout_s
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
         self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    async def within(self, awaitable: Awaitable[T]) -> T:
+        """Return the result. Raises Refused where it does not come in time."""
+        left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
+        try:
+            return await asyncio.wait_for(awaitable, left_s)
+        except asyncio.TimeoutError as error:
+            raise Refused(timed_out(self._timeout_s or 0.0)) from error
+
+
+class ModelCall:
+    """A call of a model under way. response: Serve's. deadline: of the whole call."""
+
+    def __init__(self, response: Any, deadline: Deadline) -> None:
+        self._response, self._deadline = response, deadline
 
     async def next(self) -> Any:
         """Return the next item of a stream. Raises StopAsyncIteration, and Refused where the call failed."""
@@ -48,22 +63,19 @@ class ModelCall:
 
     async def in_time(self, awaitable: Awaitable[Any]) -> Any:
         """Return a result of the call, of any type. Raises Refused where the call failed."""
-        left_s = None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
         try:
-            return await asyncio.wait_for(awaitable, left_s)
+            return await self._deadline.within(awaitable)
         except BackPressureError as error:
             raise Refused(BUSY) from error
-        except asyncio.TimeoutError as error:
-            raise Refused(timed_out(self._timeout_s or 0.0)) from error
         except RayTaskError as error:
             raise Refused(INTERNAL) from error
         except (RayServeException, RayError) as error:  # Serve's own and, where a replica has ended, Ray's
             raise Refused(GONE) from error
 
 
-async def fetch(response: Any, timeout_s: float | None) -> Any:
+async def fetch(response: Any, deadline: Deadline) -> Any:
     """Return the result of a call, see `ModelCall`. Cancelling the wait cancels the call. Raises Refused."""
-    call = ModelCall(response, timeout_s)
+    call = ModelCall(response, deadline)
     try:
         return await call.in_time(response)
     except (Refused, asyncio.CancelledError):

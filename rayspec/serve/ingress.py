@@ -42,7 +42,7 @@ from rayspec.serve.access import (
 )
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
-from rayspec.serve.calls import ModelCall, fetch, while_connected
+from rayspec.serve.calls import Deadline, ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
@@ -91,7 +91,7 @@ class Ingress:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         with ExitStack() as held:
             asked, body = await self.bodies.read(request, kind, held)
-            model, name, timeout_s = self._ready_model(asked.model), _name_of(request), self.options.request_timeout_s
+            model, name, deadline = self._ready_model(asked.model), _name_of(request), self._deadline()
             own = self.model_of[asked.model]
             owner = self.entry.keys.owner(request.headers.get("authorization"))
             client = owner or network_of(request.client and request.client.host)
@@ -100,11 +100,11 @@ class Ingress:
             del asked  # its values take several times as much memory as the body
             turn = places.ask(client, is_large=len(body) > SMALL)
             held.callback(places.leave, client, turn)
-            await while_connected(request, turn)
+            await while_connected(request, deadline.within(turn))
             if not is_streamed:
-                work = fetch(model.respond.remote(kind, body, name, owner, client), timeout_s)
+                work = fetch(model.respond.remote(kind, body, name, owner, client), deadline)
                 return json_response(await while_connected(request, work))
-            call = ModelCall(model.options(stream=True).stream.remote(kind, body, name, owner, client), timeout_s)
+            call = ModelCall(model.options(stream=True).stream.remote(kind, body, name, owner, client), deadline)
             held.callback(call.cancel)
             first = await while_connected(request, call.next())
             return error_response(first) if isinstance(first, ApiError) else _EventStream(call, first, held.pop_all())
@@ -114,16 +114,19 @@ class Ingress:
         with ExitStack() as held:
             asked, body = await self.bodies.read(request, kind, held)
             model = self._ready_model(asked.model or next(iter(self.models)))
-            work = fetch(model.tokenize.remote(kind, body, _name_of(request)), self.options.request_timeout_s)
+            work = fetch(model.tokenize.remote(kind, body, _name_of(request)), self._deadline())
             return json_response(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
         """Return the card of a model or adapter. Raises RequestError for one that is not served, and Refused."""
         if model not in self._cards:
             asked = self._ready_model(model).card.remote()
-            card, own = await fetch(asked, self.options.request_timeout_s), self.model_of[model]
+            card, own = await fetch(asked, self._deadline()), self.model_of[model]
             self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self.options.request_timeout_s)
 
     def _looked(self) -> None:
         """Give the requests as many places as the replicas have that run now: others would wait in Serve's queue, where

@@ -145,12 +145,13 @@ class ServeOptions(Options):
     all. allowed_hosts: names by which clients may call the endpoint, in addition to the loopback names, "*" for all;
     None: all, but only loopback names if the endpoint listens on loopback. max_request_bytes: largest body.
     header_timeout_s, body_timeout_s: limits for the arrival of a request's headers and body; the second also for a
-    client that does not read its answer. request_timeout_s: limit for a whole answer, streamed or not; None: no limit.
-    engine_timeout_s: an engine is replaced if a pass has lasted for so long and for 20 times its expected time. A busy
-    machine, a first pass, a plan search and a measurement do not count, see `decode/stages.py`. replica_timeout_s: a
-    replica is replaced if its process, which answers while the engine computes, is silent for so long; if its node says
-    that the process is stopped, after 6 s. batches: path or URI of a folder that all nodes reach, for /v1/files and
-    /v1/batches; None: batches are off. max_batch_file_bytes, max_batch_lines: limits of a file for batches.
+    client that does not read its answer. request_timeout_s: limit for a whole answer, streamed or not, from the arrival
+    of the request; None: no limit. engine_timeout_s: an engine is replaced if a pass has lasted for so long and for 20
+    times its expected time. A busy machine, a first pass, a plan search and a measurement do not count, see
+    `decode/stages.py`. replica_timeout_s: a replica is replaced if its process, which answers while the engine
+    computes, is silent for so long; if its node says that the process is stopped, after 6 s. batches: path or URI of a
+    folder that all nodes reach, for /v1/files and /v1/batches; None: batches are off. max_batch_file_bytes,
+    max_batch_lines: limits of a file for batches.
     """
 
     llm_configs: tuple[LLMConfig, ...]

@@ -23,7 +23,7 @@ from rayspec.serve import access
 from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Places, Refused, allowed_host, network_of
 from rayspec.serve.calls import while_connected
 from rayspec.serve.ingress import Ingress, build_app
-from rayspec.serve.options import ServeOptions
+from rayspec.serve.options import LLMConfig, ServeOptions
 from rayspec.serve.watch import WatchedReplica
 from tests.serve.endpoint_process import head_of, served
 from tests.waiting import wait_until
@@ -238,6 +238,20 @@ def test_an_answer_that_takes_too_long_is_given_up(stream: bool) -> None:
         answer = httpx2.post(url, json=BODY | {"stream": stream}, headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
     assert model.cancelled.acquire(timeout=5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_time_of_an_answer_includes_the_wait_for_a_place(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    monkeypatch.setattr(LLMConfig, "num_ongoing", lambda *_: 0)
+    model = Model()
+    ingress = ingress_of(model, request_timeout_s=0.3)
+    ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}
+    with served(build_app(ingress)) as (_, port):
+        url, headers = f"http://localhost:{port}/v1/completions", {"authorization": "Bearer a"}
+        answer = httpx2.post(url, json=BODY | {"stream": stream}, headers=headers, timeout=10)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
+    assert not model.begun.acquire(blocking=False)
+    assert ingress.entry.num_under_way == 0
 
 
 @pytest.mark.parametrize(
