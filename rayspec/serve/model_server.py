@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from rayspec.command.terminal import load_llm
@@ -174,7 +175,7 @@ class ModelServer:
             texts = engine.finished_texts(_MOST_PASSED)
             if texts and len(replicas_of(context.app_name, context.deployment)) > 1:
                 sent = peers.broadcast("remember", _own_id(), engine.model.vocab_size, texts)
-                with suppress(RayServeException, asyncio.TimeoutError):  # nothing is lost but copies
+                with suppress(RayServeException, RayError, TimeoutError):  # nothing is lost but copies
                     await sent.results_async(timeout_s=_PASSED_S, return_exceptions=True)
 
     async def _sample(self) -> None:

@@ -6,11 +6,15 @@ import threading
 import time
 from collections.abc import Awaitable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ray import serve
+from ray.exceptions import ObjectStoreFullError
+from ray.serve.exceptions import RayServeException
 
 from rayspec.openai.requests import CompletionRequest
+from rayspec.serve import model_server
 from rayspec.serve.access import ApiKeys
 from rayspec.serve.app import model_deployment
 from rayspec.serve.model_server import ModelServer
@@ -104,6 +108,35 @@ def test_outputs_are_copied_by_requests_of_the_same_key_only() -> None:
         server.__del__()
 
     asyncio.run(scenario())
+
+
+class _Peers:
+    """Has the interface of Serve's handle. Each call ends with the next of some errors."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.num_calls, self._errors = 0, iter(errors)
+
+    def options(self) -> None:
+        pass
+
+    def broadcast(self, *_: Any) -> "_Peers":
+        self.num_calls += 1
+        return self
+
+    async def results_async(self, **_: Any) -> None:
+        raise next(self._errors, asyncio.CancelledError)
+
+
+def test_copies_go_on_after_replicas_that_cannot_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = _Peers(TimeoutError(), ObjectStoreFullError(), RayServeException())
+    monkeypatch.setattr(model_server, "_PASS_ON_S", 0.0)
+    monkeypatch.setattr(model_server, "replicas_of", lambda *_: {"a", "b"})
+    monkeypatch.setattr(model_server, "_own_id", lambda: "a")
+    monkeypatch.setattr(serve, "get_replica_context", Mock)
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: peers)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(ModelServer._pass_on(Mock(), Mock()))
+    assert peers.num_calls == 4
 
 
 class _Told(ModelServer):
