@@ -1,11 +1,13 @@
 """Memory and cores of this process, by made-up files of the kernel, and in real control groups if they can be made."""
 
+import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores
+from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores, take_long_turns
 
 GIB = 2**30
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1048576 kB\nMemAvailable:   33554432 kB\n"  # 64, 1 and 32 GiB
@@ -112,3 +114,22 @@ def test_processors(tmp_path: Path, cpuinfo: str, name: str, kind: str) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(f"processor\t: 0\n{cpuinfo}\n\nprocessor\t: 1\nBogoMIPS\t: 1\n")
     assert (cpu_name(tmp_path), cpu_class(tmp_path)) == (name, kind)
+
+
+def test_a_thread_with_long_turns_keeps_its_priority() -> None:
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 12) or not Path("/proc/self/sched").exists():
+        pytest.skip("the kernel takes no notice, or does not tell")
+    found: list[object] = []
+
+    def run() -> None:
+        own = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, own, 5)
+        take_long_turns()
+        lines = Path(f"/proc/self/task/{own}/sched").read_text(encoding="utf-8").splitlines()
+        found.extend(int(line.split(":")[1]) for line in lines if line.startswith("se.slice"))
+        found.append(os.getpriority(os.PRIO_PROCESS, own))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [100_000_000, 5]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rayspec.config import SamplingParams
 from rayspec.decode.output import NewOutput
+from rayspec.machine import take_long_turns
 from rayspec.structured import MOST_TOKENS_OF_THINK, THINKING, StructuredOutputsParams
 from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
 
@@ -237,6 +238,7 @@ class EngineLoop:
     def _run(self) -> None:
         """Step the engine while it has work, and make the calls in the inbox between steps, until one of them
         raises."""
+        take_long_turns()
         try:
             while True:
                 while not self._has_work or not self._inbox.empty():
