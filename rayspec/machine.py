@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 
 _ROOT = Path("/")
-# Numbers of the calls sched_setattr and sched_getattr; size, policy, flags, nice, priority, runtime, deadline and period
-# of their argument; policies with shares of a core; the longest turn that the kernel allows, in nanoseconds.
+# Numbers of the calls sched_setattr and sched_getattr. Their argument: size, policy, flags, nice, priority, runtime,
+# deadline and period. Policies with shares of a core. The longest turn that the kernel allows, in nanoseconds.
 _SCHEDULING = {"x86_64": (314, 315), "aarch64": (274, 275)}
 _ATTRIBUTES = struct.Struct("IIQiIQQQ")
 _FAIR, _LONGEST_TURN_NS = (0, 3), 100_000_000
@@ -53,9 +53,9 @@ def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
 
 
 def take_long_turns() -> None:
-    """Ask for long turns of this thread on a core with others: with cold caches at each turn, decoding makes fewer tokens
-    for each second of the core. Its share stays as it is. Threads that it starts have long turns, too. Kernels before
-    Linux 6.12 take no notice."""
+    """Ask for long turns of this thread on a busy core: caches are cold at the start of each, so decoding makes more
+    tokens in a second of the core with fewer turns. The thread's share of the core stays as it is. Threads that it
+    starts have long turns, too. Kernels before Linux 6.12 take no notice."""
     if (numbers := _SCHEDULING.get(platform.machine())) is None:
         return
     set_attributes, get_attributes = numbers
