@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512
+# Line ends for `splitlines` of clients, which JSON allows within strings.
+_LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
 
 Url = Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 ENDPOINTS: Mapping[str, type[ChatRequest | CompletionRequest]] = {
@@ -92,7 +94,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
         return str(error.get("code") or error.get("type") or self.response.status_code)
 
     def json_line(self) -> str:
-        return msgspec.json.encode(self).decode() + "\n"
+        return msgspec.json.encode(self).decode().translate(_LINE_ENDS) + "\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,10 +98,13 @@ def ask(line: BatchLine, engine: Any = None, clock: Callable[[], float] = lambda
 
 
 def test_a_chat_is_answered_and_told_as_openai_does() -> None:
-    told = json.loads(pickle.loads(pickle.dumps(ask(request("Ü", CHAT_URL, model=SERVED[1])))).json_line())
+    name = "Ü\x85\u2028"
+    text = pickle.loads(pickle.dumps(ask(request(name, CHAT_URL, model=SERVED[1])))).json_line()
+    assert len(text.splitlines()) == 1
+    told = json.loads(text)
     assert set(told) == {"id", "custom_id", "response", "error"}
     assert set(told["response"]) == {"status_code", "request_id", "body"}
-    assert (told["custom_id"], told["response"]["status_code"], told["error"]) == ("Ü", 200, None)
+    assert (told["custom_id"], told["response"]["status_code"], told["error"]) == (name, 200, None)
     parsed = official_chat.ChatCompletion.model_validate(told["response"]["body"], strict=True)
     assert parsed.choices[0].message.content == "x"
     assert parsed.model == SERVED[0]
