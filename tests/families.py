@@ -145,6 +145,38 @@ def fp8_checkpoint(family: str, folder: Path) -> Path:
     return folder
 
 
+def int4_checkpoints(family: str, folder: Path) -> tuple[Path, Path]:
+    """The family's checkpoint with weights of 16 levels in groups of 32 columns: as compressed-tensors packs them, and
+    as plain matrices."""
+    packed, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, weight in load_file(Path(checkpoint(family)) / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            packed[name] = plain[name] = weight
+            continue
+        groups = weight.view(len(weight), -1, 32)
+        scales = groups.abs().amax(-1, keepdim=True) / 7
+        levels = (groups / scales).round().clamp(-8, 7)
+        plain[name] = (levels * scales).view_as(weight)
+        numbers = (levels.view(len(weight), -1, 8) + 8).long() << torch.arange(0, 32, 4)
+        packed[f"{name}_packed"] = numbers.sum(-1).to(torch.uint32).view(torch.int32)
+        packed[f"{name}_scale"], packed[f"{name}_shape"] = scales[..., 0].contiguous(), torch.tensor(weight.shape)
+    folders = folder / "packed", folder / "plain"
+    for one, tensors in zip(folders, (packed, plain), strict=True):
+        shutil.copytree(checkpoint(family), one)
+        save_file(tensors, one / "model.safetensors", metadata={"format": "pt"})
+    file = folders[0] / "config.json"
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": ["lm_head"],
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
+    return folders
+
+
 def changed_checkpoint(family: str, folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
     """A copy of the family's checkpoint, whose tensors are changed in place."""
     shutil.copytree(checkpoint(family), folder)

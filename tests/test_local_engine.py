@@ -19,7 +19,7 @@ from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import ConfigError
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, cases, checkpoint, modules_of, small_config
+from tests.families import FAMILIES, cases, checkpoint, int4_checkpoints, modules_of, small_config
 from tests.strategy_cases import saved_plan
 
 PARAMS = SamplingParams(temperature=0, max_tokens=16)
@@ -138,6 +138,19 @@ def test_other_data_types_draft_by_copies(dtype: str, choice: Choice) -> None:
         tokens.append(tokens_of(complete(engine, known.prompts, PARAMS)))
     assert tokens[0] == tokens[1]
     assert engine.stats.num_accepted_tokens > 0
+
+
+def test_a_checkpoint_in_compressed_tensors_drafts_as_a_plain_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    packed, plain = map(str, int4_checkpoints("llama", tmp_path))
+    known = cases(plain, (37, 3, 90), 16)
+    for more in ({"strategy": "static", "skip": (2,)}, INT4):
+        engine = load_engine(small_config(packed, max_model_len=256, speculation=more), with_tokenizer=False)
+        assert tokens_of(complete(engine, known.prompts, PARAMS)) == known.expected
+        assert engine.stats.num_accepted_tokens > 0
+    assert "became plain matrices in float32" in caplog.text
 
 
 def test_a_cache_that_does_not_fit_is_an_error_of_its_option(monkeypatch: pytest.MonkeyPatch) -> None:

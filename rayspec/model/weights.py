@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache, lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -69,6 +69,7 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
             f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: fetch its config.json "
             "again, or name another model"
         ) from error
+    _become_plain(config, _PLAIN)
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
     config._attn_implementation = "eager"
     config = _text_part(config)
@@ -87,6 +88,18 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
                 "that field, or fetch the file again"
             )
     return config
+
+
+# Quantised formats whose weights become plain matrices at load, so that drafts can run them in part: those that
+# transformers would make plain at the first pass, and those for which it has no kernels on a CPU.
+_PLAIN, _PLAIN_ON_CPU = ("compressed-tensors",), ("fp8", "mxfp4")
+
+
+def _become_plain(config: PretrainedConfig, formats: Collection[str]) -> None:
+    """Let transformers make the weights of a checkpoint in one of these formats plain at load."""
+    settings = getattr(config, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("quant_method") in formats:
+        settings["dequantize"] = True
 
 
 # Fields of every config.json that has them, and the most that any model may have.
@@ -170,7 +183,10 @@ def resolve_device(name: str) -> torch.device:
 
 def load_config(config: EngineConfig) -> PretrainedConfig:
     """Load the config of a local folder or hub id, without weights. Raises the errors of `read_config`."""
-    return read_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    found = read_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    if resolve_device(config.device).type == "cpu":
+        _become_plain(found, _PLAIN_ON_CPU)
+    return found
 
 
 def num_layers(config: PretrainedConfig) -> int:
@@ -225,6 +241,10 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
                 f"model {config.model!r} has {len(names)} {problem.replace('_', ' ')}, such as {names[0]}: "
                 "the checkpoint does not belong to its config.json, or is incomplete; fetch it again"
             )
+    settings = getattr(described, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("dequantize"):
+        name = str(model.dtype).removeprefix("torch.")
+        logger.warning("the %s weights of %s became plain matrices in %s", settings["quant_method"], config.model, name)
     if config.quantization_config is None:
         model = model.to(device)
     return model.eval()  # type: ignore[no-any-return]

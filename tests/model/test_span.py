@@ -26,7 +26,16 @@ from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Decomposition, run
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, UnsupportedModelError
-from tests.families import MATRIX, build, changed_checkpoint, checkpoint, fp8_checkpoint, modules_of, ragged_prompts
+from tests.families import (
+    MATRIX,
+    build,
+    changed_checkpoint,
+    checkpoint,
+    fp8_checkpoint,
+    int4_checkpoints,
+    modules_of,
+    ragged_prompts,
+)
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 4
@@ -266,6 +275,15 @@ def test_a_checkpoint_without_safetensors_is_an_error_that_says_what_to_do(tmp_p
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="convert"):
         load_model(_config(folder), layers=range(1))
+
+
+def test_spans_of_a_checkpoint_in_compressed_tensors(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    packed, plain = int4_checkpoints("qwen2", tmp_path)
+    whole = load_model(_config(plain))
+    _require_same_tensors(load_model(_config(packed)), whole)
+    for layers in CUTS[3]:
+        _require_same_tensors(load_model(_config(packed), layers=layers), whole)
 
 
 def test_spans_of_a_quantized_checkpoint(tmp_path: Path) -> None:
