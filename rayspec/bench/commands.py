@@ -44,7 +44,10 @@ def bench(
             (output / "results.md").write_text(bench_markdown(result), encoding="utf-8")
         save_json(result, json)
 
-    result = run_bench(bench_options(asked, **asked.given), say, keep=keep)
+    options = bench_options(asked, **asked.given)
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)  # finds a place that cannot be used before minutes of work
+    result = run_bench(options, say, keep=keep)
     output_console().print(bench_markdown(result), highlight=False, soft_wrap=True)
 
 

@@ -24,7 +24,10 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_BUDGET = range(5)
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 _NO_PLACE = frozenset(
-    {errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP}
+    {
+        *(errno.EISDIR, errno.ENOTDIR, errno.ENOENT, errno.EEXIST),
+        *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
+    }
 )
 
 
