@@ -27,7 +27,7 @@ from rayspec.decode.loading import (
 )
 from rayspec.decode.profile import LoadLock, chosen_threads, load_or_measure
 from rayspec.decode.requests import ModelInfo
-from rayspec.decode.runner import Threads, asked_threads, in_thread_of_its_own, on_device, ways_of
+from rayspec.decode.runner import Threads, YieldingThreads, asked_threads, in_thread_of_its_own, on_device, ways_of
 from rayspec.decode.stages import LocalStages
 from rayspec.decode.whole_model import WholeModelStages, WholeSpan
 from rayspec.machine import num_cores, user_folder
@@ -119,19 +119,21 @@ def _local_engine(
     window = max(parts.windows.values(), default=None)
     size = cache_size(config, num_slots, window)
     runner = make_runner(config, parts, size, info.max_model_len)
-    if device.type == "cpu":
-        # Whatever other engines of the process use. In deterministic mode the bits of a row may depend on the number of
-        # threads, so no measurement decides it.
-        asked = asked_threads(config.num_threads)
-        if asked is None and not config.deterministic:
-            runner.threads = chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
-        else:
-            runner.threads = Threads.of_all_passes(asked or num_cores())
+    # Whatever other engines of the process use. In deterministic mode the bits of a row may depend on the number of
+    # threads, so no measurement decides it.
+    asked = asked_threads(config.num_threads)
+    measured: Threads | None = None
+    if device.type == "cpu" and asked is None and not config.deterministic:
+        runner.threads = measured = chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
+    elif device.type == "cpu":
+        runner.threads = Threads.of_all_passes(asked or num_cores())
     latency = None
     if needs_latency(config):
         latency = load_or_measure(
             runner, config.profile_cache, lock=lock, offloaded=offloaded, remeasure=config.remeasure
         )
+    if measured is not None:
+        runner.threads = YieldingThreads(measured)
     stages = LocalStages(
         runner,
         vocab_size=info.vocab_size,

@@ -68,6 +68,15 @@ def take_long_turns() -> None:
             call(set_attributes, 0, ctypes.create_string_buffer(wanted), 0)
 
 
+def waited_for_core_s() -> float:
+    """Return how long this thread has waited for a core since it began, in seconds; 0.0 where the kernel does not
+    tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def user_folder(folder: str | None) -> Path:
     """Return the folder of measurements and of fetched models, by default in the user's cache."""
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayspec"

@@ -6,6 +6,7 @@ result. With static buffers they run in the shape of a bucket.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.errors import reason_of
+from rayspec.machine import waited_for_core_s
 from rayspec.model.attention import Division, PackedRows, pack
 from rayspec.model.cuda import operations, reference
 from rayspec.model.graphs import StaticStep, StepGraphs
@@ -38,11 +40,14 @@ T = TypeVar("T")
 # A pass that runs out of memory is not divided into passes of fewer rows than this.
 _LEAST_DIVIDED_ROWS = 64
 _MOST_THREADS = 4096  # as of the option
+# Shares of its time that a thread waits for a core: above the first the cores are busy, below the second they are not.
+_BUSY, _IDLE = 0.2, 0.05
+_LOOK_EVERY_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0, 30.0
 # Rows from which on a pass has work for all cores: chunks of prompts, and plan searches.
 _MANY_ROWS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Threads:
     """Numbers of threads. few: for passes of few rows, such as decoding, where threads may wait for each other longer
     than they work. many: for the others."""
@@ -57,6 +62,42 @@ class Threads:
     def use(self, num_rows: int) -> None:
         """Set torch's number of threads for the next pass of this thread."""
         torch.set_num_threads(self.few if num_rows < _MANY_ROWS else self.many)
+
+
+class YieldingThreads(Threads):
+    """Halves the threads for passes of few rows while other programs keep the cores busy, down to one: threads that
+    have no core keep the others waiting in every product. Tries more again when this thread waits for no core, later
+    each time in vain. clock, waited_s: in seconds, of this thread; see `waited_for_core_s`."""
+
+    def __init__(
+        self,
+        threads: Threads,
+        clock: Callable[[], float] = time.perf_counter,
+        waited_s: Callable[[], float] = waited_for_core_s,
+    ) -> None:
+        super().__init__(threads.few, threads.many)
+        self._most, self._clock, self._waited_s = threads.few, clock, waited_s
+        self._looked = (-math.inf, 0.0)  # when, and how long this thread had waited by then
+        self._again_s, self._pause_s = 0.0, _SHORTEST_PAUSE_S
+
+    def use(self, num_rows: int) -> None:
+        now_s = self._clock()
+        if now_s - self._looked[0] >= _LOOK_EVERY_S:
+            before, self._looked = self._looked, (now_s, self._waited_s())
+            self._adapt(now_s, (self._looked[1] - before[1]) / (now_s - before[0]))
+        super().use(num_rows)
+
+    def _adapt(self, now_s: float, share: float) -> None:
+        """share: of the time since the last look that this thread waited for a core."""
+        if share > _BUSY and self.few > 1:
+            self.few //= 2
+            self._again_s, self._pause_s = now_s + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        elif share < _IDLE and now_s > self._again_s:
+            if self.few < self._most:
+                self.few = min(2 * self.few, self._most)
+                self._again_s = now_s + self._pause_s
+            else:
+                self._pause_s = _SHORTEST_PAUSE_S
 
 
 def asked_threads(option: int | None) -> int | None:

@@ -21,7 +21,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode import profile
 from rayspec.decode.engine_loop import EngineLoop
 from rayspec.decode.profile import LoadLock, chosen_threads, fastest_number, measure, measurements
-from rayspec.decode.runner import Runner, Threads
+from rayspec.decode.runner import Runner, Threads, YieldingThreads
 from rayspec.local_engine import load_engine
 from rayspec.model import fused, matrices
 from rayspec.model.graphs import StepGraphs
@@ -335,6 +335,37 @@ def test_the_number_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytes
         path.write_text(damaged)
         answers = iter([1])
         assert chosen_threads(runner, folder).few == 1
+
+
+def test_fewer_threads_decode_while_others_keep_the_cores_busy() -> None:
+    now_s = waited_s = 0.0
+    threads = YieldingThreads(Threads(few=4, many=8), clock=lambda: now_s, waited_s=lambda: waited_s)
+
+    def numbers(seconds: float, share: float) -> list[int]:
+        """Those used from second to second, in which the thread waits for a core for this share of its time."""
+        nonlocal now_s, waited_s
+        found = []
+        for _ in range(round(seconds)):
+            for _ in range(10):
+                now_s, waited_s = now_s + 0.1, waited_s + 0.1 * share
+                threads.use(1)
+            found.append(torch.get_num_threads())
+            threads.use(100)
+            assert torch.get_num_threads() == 8
+        return found
+
+    before = torch.get_num_threads()
+    try:
+        assert numbers(5, 0.1) == [4] * 5
+        assert numbers(5, 0.5) == [1] * 5
+        assert numbers(5, 0.1) == [1] * 5
+        back = numbers(8, 0.0)
+        assert sorted(back) == back
+        assert back[-1] == 4
+        busy = [each for _ in range(6) for each in (*numbers(2, 0.5), *numbers(2, 0.0))]
+        assert busy[-4:] == [1] * 4, "after attempts in vain, the next one waits longer"
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_passes_of_many_rows_use_all_cores_and_tokens_stay_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
