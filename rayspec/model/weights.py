@@ -186,7 +186,18 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
     found = read_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
     if resolve_device(config.device).type == "cpu":
         _become_plain(found, _PLAIN_ON_CPU)
+    _require_rows_apart(config, found)
     return found
+
+
+def _require_rows_apart(config: EngineConfig, found: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError for LLM.int8() of bitsandbytes, which rounds a row by all rows of a pass."""
+    settings = config.quantization_config or getattr(found, "quantization_config", None)
+    if isinstance(settings, dict) and settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0) > 0:
+        raise UnsupportedModelError(
+            f"model {config.model!r}: with load_in_8bit, bitsandbytes rounds a row by the other rows of its pass, so "
+            "texts would depend on what runs with them: set llm_int8_threshold to 0, or load 4 bits"
+        )
 
 
 def num_layers(config: PretrainedConfig) -> int:

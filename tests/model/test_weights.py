@@ -19,8 +19,8 @@ from rayspec.model.weights import (
     vocab_size,
     weights_fingerprint,
 )
-from rayspec.types import CheckpointError, ConfigError
-from tests.families import build, changed_checkpoint, checkpoint
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+from tests.families import build, changed_checkpoint, checkpoint, small_config
 
 
 def _config(path: str | Path) -> EngineConfig:
@@ -166,3 +166,11 @@ def test_the_ends_of_a_file_are_looked_at_and_its_size(tmp_path: Path, place: in
     assert _fingerprint(tmp_path) != before
     file.write_bytes(bytes(1_000_001))
     assert _fingerprint(tmp_path) != before
+
+
+def test_rows_that_depend_on_the_others_of_their_pass_are_refused() -> None:
+    path, settings = checkpoint("llama"), {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    for given in (settings, settings | {"llm_int8_threshold": 6.0}):
+        with pytest.raises(UnsupportedModelError, match="llm_int8_threshold to 0"):
+            load_config(small_config(path, quantization_config=given))
+    load_config(small_config(path, quantization_config=settings | {"llm_int8_threshold": 0}))
