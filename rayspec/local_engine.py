@@ -151,8 +151,9 @@ def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
     """Make the engine of a model that does not split. Its drafts, if any, are copied or recycled. reason: why it does
     not split."""
     config = for_undivided(config, reason)
-    threads = Threads.of_all_passes(asked_threads(config.num_threads) or num_cores())
-    span = WholeSpan(model, threads=threads)
+    asked = asked_threads(config.num_threads)
+    threads = Threads.of_all_passes(asked or num_cores())
+    span = WholeSpan(model, threads=threads if asked else YieldingThreads(threads))
     num_tokens = config.num_seqs * info.max_model_len
     if config.kv_cache_tokens is None:
         num_tokens = min(num_tokens, affordable_tokens(config, model))

@@ -184,8 +184,6 @@ def resolve_device(name: str) -> torch.device:
 def load_config(config: EngineConfig) -> PretrainedConfig:
     """Load the config of a local folder or hub id, without weights. Raises the errors of `read_config`."""
     found = read_config(config.model, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    if resolve_device(config.device).type == "cpu":
-        _become_plain(found, _PLAIN_ON_CPU)
     _require_rows_apart(config, found)
     return found
 
@@ -225,6 +223,8 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
     """
     described = load_config(config)
     device = resolve_device(config.device)
+    if device.type == "cpu":
+        _become_plain(described, _PLAIN_ON_CPU)
     options: dict[str, Any] = {
         "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": None,  # the family's default, whatever config.json says
