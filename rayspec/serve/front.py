@@ -236,6 +236,8 @@ def http_server(
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
+    # Connections inherit it. Otherwise the body of an answer waits until the client acknowledges the headers, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="rayspec-http", daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
