@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rayspec.batch.long_documents import LongDocumentOptions, LongDocuments
@@ -11,6 +12,7 @@ from rayspec.batch.rows import Handler, Row
 from rayspec.config import SamplingParams, Settings
 from rayspec.demo import BUNDLED
 from rayspec.openai.parsers import ThinkParser, Thought
+from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.prompts import text_tokens
 from rayspec.structured import MOST_TOKENS_OF_THINK, THINK, THINKING
 from rayspec.types import ConfigError, InvalidMessagesError, RequestError, UnfinishedFormError
@@ -148,7 +150,8 @@ class DocumentTask:
 
         async def complete(row: Row) -> Row:
             try:
-                tokens = prompts.tokens(row)
+                text = row.document or row.messages or ""
+                tokens = await in_thread_if_large(partial(prompts.tokens, row), len(text))
             except RequestError as error:
                 return row.failed(error)
             if long_documents is None or row.document is None or len(tokens) <= fitting:

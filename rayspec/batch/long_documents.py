@@ -14,12 +14,14 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_validator
 
 from rayspec.batch.rows import Row
 from rayspec.config import Options, SamplingParams
+from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.prompts import naming_tokenizer
 from rayspec.types import ConfigError, RequestError, RequestOutput
 
@@ -270,7 +272,9 @@ class LongDocuments:
         """Complete the row of a document. An error of the document is stored in the row. The row also has the tree: one
         root, or, if a part failed, the finished answers in the order of the document. Raises EngineDeadError.
         Cancelling the call aborts all requests of the document."""
-        document = _LongDocument(TokenizedText(self._tokenizer, row.document or ""))
+        text = row.document or ""
+        read = partial(TokenizedText, self._tokenizer, text)
+        document = _LongDocument(await in_thread_if_large(read, len(text)))
         try:
             await (self._refine if self._refines else self._map_reduce)(document)
         except _PartFailedError as failure:
@@ -282,7 +286,7 @@ class LongDocuments:
         return replace(document.counted(row), text=root.answer, finish_reason=root.finish_reason)
 
     async def _map_reduce(self, document: _LongDocument) -> None:
-        level, parts = 1, self._chunks(document.text)
+        level, parts = 1, await self._chunks_of(document)
         while True:
             await self._answer_all(parts, document)
             answered = document.roots
@@ -297,7 +301,7 @@ class LongDocuments:
             level, parts = level + 1, merges
 
     async def _refine(self, document: _LongDocument) -> None:
-        for part in self._chunks(document.text):
+        for part in await self._chunks_of(document):
             done = document.roots
             if part.is_final and done:
                 part.level, part.span, part.children = 2, range(len(document.text)), done
@@ -337,6 +341,9 @@ class LongDocuments:
         for child in part.children:
             del document.by_start[child.span.start]
         document.by_start[part.span.start] = part
+
+    async def _chunks_of(self, document: _LongDocument) -> list[_Part]:
+        return await in_thread_if_large(partial(self._chunks, document.text), len(document.text))
 
     def _chunks(self, text: TokenizedText) -> list[_Part]:
         overlap = self._options.overlap_tokens

@@ -334,7 +334,7 @@ class Location:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.close()
-            if error.errno in {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP}:
+            if error.errno in {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}:
                 return None
             raise
         return file

@@ -14,6 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # an extra
@@ -71,10 +72,13 @@ class FormChecker:
             weakref.finalize(self, _end, process)
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([form, most_s]).encode() + b"\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
+        line = b""
+        with suppress(BrokenPipeError):
+            process.stdin.write(json.dumps([form, most_s]).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
         if not line:
+            self._own.process = None  # its end may not be known yet
             raise OSError("the process that compiles forms has ended: try again")
         found = json.loads(line)
         if found["problem"] == _TOO_HARD and most_s < MOST_S:

@@ -10,6 +10,7 @@ import codecs
 import hashlib
 import itertools
 import json
+import logging
 import re
 import reprlib
 import time
@@ -24,14 +25,16 @@ from typing_extensions import Self
 
 from rayspec.openai.answer import Limit, respond
 from rayspec.openai.items import ResponsesRequest
-from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody, parse_json
+from rayspec.openai.protocol import INTERNAL, ApiError, InvalidRequestError, StrictBody, parse_json
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import json_body
 from rayspec.openai.tokenizing import in_thread_if_large
-from rayspec.types import RequestError
+from rayspec.types import RayspecError, RequestError
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
+
+_logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
 _MAX_CUSTOM_ID = 512
@@ -196,6 +199,11 @@ async def answer(
     except RequestError as error:
         failure = ApiError.of(error)
         return line.result(failure.status, failure.body)
+    except RayspecError:
+        raise
+    except Exception:  # a fault of ours is one line's, too
+        _logger.exception("line %s failed", line.custom_id)
+        return line.result(INTERNAL.status, INTERNAL.body)
     return line.result(200, msgspec.Raw(json_body(response)))
 
 

@@ -197,8 +197,8 @@ class CallParser:
             body = self._rest[mark:].lstrip(_SPACE + "[")
             pattern = _JSON_HEAD if body.startswith("{") else _NAME_HEAD if self._form.is_named else _TAG_HEAD
             if (match := pattern.match(body, 0, _MOST_HEAD)) is not None:
-                name = json.loads(match["name"], strict=False) if pattern is _JSON_HEAD else match["name"]
-                if self._may_be_called(name):
+                name = _decoded(match["name"]) if pattern is _JSON_HEAD else match["name"]
+                if name is not None and self._may_be_called(name):
                     self._add(name, "")
                     self._rest = body[match.end() :]
                     if pattern is _TAG_HEAD:
@@ -307,6 +307,16 @@ class CallParser:
         self.num_calls += name is not None
         if self._is_parallel or self.num_calls == 1:
             self._pieces.append(CallPiece(self.num_calls - 1, name, arguments))
+
+
+def _decoded(name: str) -> str | None:
+    """Return the name that stands in JSON, None if it is none. Some models write an underscore as in Markdown."""
+    try:
+        found = str(json.loads(name.replace("\\_", "_"), strict=False))
+        found.encode()
+    except ValueError:  # an escape that JSON does not know, or half a character
+        return None
+    return found
 
 
 def _begins(sign: str, text: str) -> bool:

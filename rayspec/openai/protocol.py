@@ -121,6 +121,9 @@ class ApiError:
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+INTERNAL = ApiError(500, "internal_error", "The server failed on this request.")
+
+
 def _short(text: str) -> str:
     return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
 

@@ -17,13 +17,13 @@ from typing import Any, Literal, Protocol
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import Client, EngineDeadError
 from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, sized, wants_gpu
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
-from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError
+from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError, TransportError
 
 _MIN_CPUS_TO_RESERVE = 3
 # Finished texts travel with outputs to the pool, and with later items to the other engines, as an item of their own.
@@ -272,9 +272,11 @@ class RemoteEngine:
             await self._actor.take.remote(items)
         except RayActorError:
             return  # the reader learns of the actor's end too, and reports it
-        except RayError as error:  # such as a full object store
+        except RayError as error:
+            is_full = isinstance(error, ObjectStoreFullError | OutOfDiskError) and len(items) > 1
+            kind = TransportError if is_full else RequestError  # a single item is too large
             for number, _ in items:
-                self._settle(number, RequestError(f"the item cannot be sent to the engine: {error}"), is_error=True)
+                self._settle(number, kind(f"the item cannot be sent to the engine: {error}"), is_error=True)
 
     async def _read(self) -> None:
         try:

@@ -35,8 +35,6 @@ STARTING = ApiError(503, "starting", "The model is starting. Please try again la
 GONE = ApiError(503, "engine_dead", "The engine cannot serve this request now. Please try again later.")
 ENDING = ApiError(503, "shutting_down", "The endpoint is shutting down. Please try another, or again later.")
 OVERRUN = ApiError(429, "rate_limit_exceeded", "The endpoint has too many requests at once. Please try again later.")
-INTERNAL = ApiError(500, "internal_error", "The server failed on this request.")
-
 NOT_JSON = ApiError(
     415, "unsupported_media_type", "Send the body as JSON, with the header 'Content-Type: application/json'."
 )

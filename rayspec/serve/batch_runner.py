@@ -15,6 +15,7 @@ from functools import partial
 from typing import IO, Any, Literal
 
 import msgspec
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
 from rayspec.openai.protocol import ApiError, InvalidRequestError
@@ -69,8 +70,8 @@ class BatchRunner:
             try:
                 if self._is_waiting:
                     self._lock = await asyncio.to_thread(self._store.lock)
-                    await asyncio.to_thread(self._store.sweep, _SWEPT_AGE_S)
                     self._is_waiting = False
+                    await asyncio.to_thread(self._store.sweep, _SWEPT_AGE_S)
                 for batch, is_over in sorted(await asyncio.to_thread(self._waiting), key=lambda one: not one[1]):
                     if len(self._runs) < _MOST_RUNS + is_over:
                         self._runs[batch.id] = asyncio.create_task(self._run(batch))
@@ -121,7 +122,7 @@ class BatchRunner:
                 try:
                     found: BatchResult = await fetch(handle.answer.remote(line), Deadline(None))
                 except Refused as refused:  # noqa: PERF203
-                    if refused.error is not BUSY:
+                    if refused.error is not BUSY and not isinstance(refused.__cause__, DeploymentUnavailableError):
                         return refused.error
                     await asyncio.sleep(1.0)
                 else:

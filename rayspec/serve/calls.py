@@ -12,8 +12,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.requests import ClientDisconnect, Request
 
+from rayspec.openai.protocol import INTERNAL
 from rayspec.openai.responses import END_OF_EVENTS, event
-from rayspec.serve.access import BUSY, GONE, INTERNAL, Refused, timed_out
+from rayspec.serve.access import BUSY, GONE, Refused, timed_out
 
 T = TypeVar("T")
 

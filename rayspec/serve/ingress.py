@@ -22,13 +22,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rayspec
 from rayspec.openai.items import ResponsesBody, ResponsesRequest
-from rayspec.openai.protocol import ApiError
+from rayspec.openai.protocol import INTERNAL, ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
 from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from rayspec.openai.tokenizing import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from rayspec.serve.access import (
     BUSY,
-    INTERNAL,
     OVERRUN,
     STARTING,
     Admission,
@@ -90,8 +89,9 @@ class Ingress:
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         with ExitStack() as held:
+            deadline = self._deadline()
             asked, body = await self.bodies.read(request, kind, held)
-            model, name, deadline = self._ready_model(asked.model), _name_of(request), self._deadline()
+            model, name = self._ready_model(asked.model), _name_of(request)
             own = self.model_of[asked.model]
             owner = self.entry.keys.owner(request.headers.get("authorization"))
             client = owner or network_of(request.client and request.client.host)

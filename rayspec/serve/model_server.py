@@ -23,13 +23,12 @@ from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import Limit, logprobs_limit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
-from rayspec.openai.protocol import ApiError
+from rayspec.openai.protocol import INTERNAL, ApiError
 from rayspec.openai.requests import Request
 from rayspec.openai.responses import ModelCard, Response, json_body
 from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest, in_thread_if_large
 from rayspec.pool.stopped import Place
 from rayspec.ray_session import forget_reserved_threads
-from rayspec.serve.access import INTERNAL
 from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
 from rayspec.serve.options import LLMConfig
 from rayspec.serve.watch import EngineHealth, ModelStatus, RecentRates, ReplicaReport, replicas_of

@@ -1,7 +1,9 @@
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -183,3 +185,12 @@ def test_a_folder_with_a_link_is_listed_by_its_own_name(tmp_path: Path) -> None:
     (tmp_path / "zz").symlink_to(tmp_path / "z")
     files, _ = Location.parse(str(tmp_path)).below()
     assert [file.path for file in files] == [str(tmp_path / "z" / "x.txt")]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_has_none(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert Location.parse(str(tmp_path / "lock")).lock() is None

@@ -442,7 +442,7 @@ def test_a_form_is_compiled_again_after_its_process_has_ended(monkeypatch: pytes
     with monkeypatch.context() as broken:
         broken.setattr(sys, "executable", "/bin/true")
         failed = grammars.compiled(form)
-        with pytest.raises(GrammarError, match=r"ended: try again|Broken pipe"):
+        with pytest.raises(GrammarError, match="ended: try again"):
             failed.result()
     assert grammars.compiled(form).result().mask.any()
 

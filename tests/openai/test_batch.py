@@ -138,3 +138,13 @@ def test_a_failing_prompt_ends_the_others_and_a_dead_engine_leaves_no_answer(err
         with pytest.raises(type(error)):
             ask(line, engine)
     assert (engine.num_asked, engine.num_open) == (2, 0)
+
+
+def test_a_fault_of_ours_is_one_lines_error() -> None:
+    class Broken(ScriptedEngine):
+        def chat_tokens(self, *_: Any) -> list[int]:
+            raise KeyError("fault")
+
+    told = json.loads(ask(request("a", CHAT_URL, model=SERVED[0]), Broken()).json_line())
+    assert told["response"]["status_code"] == 500
+    assert told["response"]["body"]["error"]["code"] == "internal_error"

@@ -74,6 +74,12 @@ CASES: list[tuple[ToolFormat, str, Result]] = [
     ),
     (LLAMA, f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', ("", [("weather", PARIS)])),
     (LLAMA, '{"name": "Bob", "parameters": {"a": 1}}', ('{"name": "Bob", "parameters": {"a": 1}}', [])),
+    (HERMES, r'<tool_call>{"name": "get\_it", "arguments": {}}</tool_call>', ("", [("get_it", "{}")])),
+    *(
+        (HERMES, text, (text, []))
+        for name in (r"a\w", r"\ud83d")
+        for text in [f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>']
+    ),
     (LLAMA, 'So {"name": "now", "parameters": {}}', ('So {"name": "now", "parameters": {}}', [])),
 ]
 

@@ -16,6 +16,8 @@ from typing import Any
 import httpx2
 import pytest
 from fastapi import FastAPI
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayspec.command.locations import Location
 from rayspec.openai.batch import Batch, BatchLine, BatchRequest, BatchResult, FileObject, Page, PageRequest
@@ -240,6 +242,42 @@ def test_few_batches_run_at_once_and_a_second_runner_waits(tmp_path: Path, caplo
         runner.__del__()
 
     asyncio.run(work())
+
+
+class FailedModel(Model):
+    """Of a deployment that has failed, until each line was asked for once."""
+
+    def remote(self, line: BatchLine) -> Any:
+        return asyncio.ensure_future(self._answer(line))
+
+    async def _answer(self, line: BatchLine) -> BatchResult:
+        self.asked.append(line)
+        if self.asked.count(line) == 1:
+            raise DeploymentUnavailableError(DeploymentID("model", "app"))
+        return await answered(line)
+
+
+def test_lines_wait_for_a_deployment_that_has_failed_and_a_failed_sweep_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("stale file handle")
+
+    store = BatchStore.at(str(tmp_path / "kept"))
+    monkeypatch.setattr(BatchStore, "sweep", fail)
+    batch = new_batch(store, [f"line {number}" for number in range(6)])
+
+    async def work() -> None:
+        model = FailedModel()
+        runner = BatchRunner(options_of(tmp_path), {"demo": model})
+        while store.batch(batch.id).status != "completed":
+            await runner.wake()
+            await asyncio.sleep(0.1)
+        assert len(model.asked) == 12
+        runner.__del__()
+
+    asyncio.run(asyncio.wait_for(work(), 60))
+    assert store.batch(batch.id).request_counts.completed == 6
 
 
 def test_lines_are_those_of_the_replicas_that_run_now_and_batches_take_turns(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 import time
 from collections.abc import Awaitable
@@ -140,16 +141,12 @@ def test_copies_go_on_after_replicas_that_cannot_take_them(monkeypatch: pytest.M
 
 
 class _Told(ModelServer):
-    """Says how many tokens it has generated and copied from its corpus, and how many texts it has received."""
+    """Says its process, how many tokens it generated and copied from its corpus, and how many texts it has received."""
 
-    async def told(self) -> tuple[int, int, int]:
+    async def told(self) -> tuple[int, int, int, int]:
         engine: Any = self._engine.client.engine
-        stats = engine.stats
-        return (
-            stats.num_generated_tokens,
-            stats.accepted_by_source.get("corpus", 0),
-            len(engine._planner.proposer.received),
-        )
+        stats, received = engine.stats, engine._planner.proposer.received
+        return os.getpid(), stats.num_generated_tokens, stats.accepted_by_source.get("corpus", 0), len(received)
 
 
 @pytest.mark.exhaustive
@@ -171,18 +168,19 @@ def test_replicas_copy_from_each_other() -> None:
             "seed": 5,
         }
 
-        def texts() -> list[tuple[int, int, int]]:
-            """Of the replica that answered the first request, then of the other one."""
-            return sorted(handle.broadcast("told").results(), reverse=True)
+        def told() -> dict[int, list[int]]:
+            return {process: numbers for process, *numbers in handle.broadcast("told").results()}
 
         def ask() -> bytes:
             answered: bytes = handle.respond.remote(CompletionRequest, json.dumps(body).encode(), "name").result()
             return answered
 
         ask()
-        wait_until(lambda: [received for _, _, received in texts()] == [0, 1], PATIENCE_S)
-        assert [copied for _, copied, _ in texts()] == [0, 0]
-        wait_until(lambda: ask() and texts()[1][0] > 0, PATIENCE_S)
-        assert texts()[1][1] >= 16, "of its first request"
+        (other,) = (process for process, (num_generated, *_) in told().items() if num_generated == 0)
+        wait_until(lambda: told()[other] == [0, 0, 1], PATIENCE_S)
+        wait_until(lambda: ask() and told()[other][0] > 0, PATIENCE_S)
+        num_generated, num_copied, _ = told()[other]
+        assert num_generated == 48
+        assert num_copied >= 16, "of its first request"
     finally:
         serve.shutdown()
