@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -185,9 +186,10 @@ class EngineLoop:
         params, form = request.params, request.params.structured_outputs
         if form is None or self.tokenizer is None or self.info.config.reasoning_parser not in THINKING:
             return params
-        end = request.prompt or ""
+        end = request.prompt if isinstance(request.prompt, str) else ""
         if request.prompt_token_ids is not None:
-            end = str(self.tokenizer.decode(list(request.prompt_token_ids[-MOST_TOKENS_OF_THINK:])))
+            with suppress(OverflowError, TypeError, ValueError):  # the engine refuses such a prompt
+                end = str(self.tokenizer.decode(list(request.prompt_token_ids[-MOST_TOKENS_OF_THINK:])))
         return params.replace(structured_outputs=form.after(end))
 
     def ping(self) -> Future[None]:
@@ -209,10 +211,11 @@ class EngineLoop:
                 self.death = self.death or stopped
                 return
         self._put(partial(_raise, stopped))
+        end_s = time.monotonic() + timeout_s
         for one in (thread, self._deliverer):
             if one is threading.current_thread():  # a garbage collection may run on any thread
                 return
-            one.join(timeout_s)
+            one.join(max(0.0, end_s - time.monotonic()))
 
     def shutdown(self) -> None:
         self.stop()
@@ -350,7 +353,8 @@ def _another(death: EngineDeadError) -> EngineDeadError:
 
 
 def _settle(future: Future[Any], outcome: RequestOutput | None, error: BaseException | None = None) -> None:
-    if not future.set_running_or_notify_cancel():
+    is_settled = future.done() and not future.cancelled()
+    if is_settled or not future.set_running_or_notify_cancel():
         return
     if error is not None:
         future.set_exception(error)

@@ -10,6 +10,7 @@ import pytest
 import ray._private.authentication.authentication_constants as ray_texts
 import yaml
 
+from rayspec.openai.protocol import INTERNAL
 from rayspec.serve import access
 from tests.cluster.commands import blocks, faults, inline, inline_commands, options, shell_blocks
 from tests.serve.test_dashboard import exported
@@ -162,7 +163,7 @@ def test_kinds_of_error_rows_are_those_of_the_errors() -> None:
 
 def test_codes_of_the_endpoint_are_its_own() -> None:
     constants = (
-        *(access.UNAUTHORIZED, access.BUSY, access.GONE, access.ENDING, access.INTERNAL, access.NO_UPGRADE),
+        *(access.UNAUTHORIZED, access.BUSY, access.GONE, access.ENDING, INTERNAL, access.NO_UPGRADE),
         *(access.STARTING, access.NOT_JSON, access.WRONG_HOST, access.WRONG_ORIGIN, access.MALFORMED),
         *(access.timed_out(1.0), access.too_large(1), access.too_slow(1.0)),
     )

@@ -290,6 +290,9 @@ def test_a_model_thinks_in_tokens_of_its_own_and_then_has_its_form(tmp_path: Pat
         with LLM(shallow_demo(), tokenizer=folder, reasoning_parser="qwen3", speculation=speculation, **OPTIONS) as llm:
             found.append(_texts(llm.generate(prompts, params, use_tqdm=False)))
             num_forced = llm.stats.accepted_by_source.get("form", 0)
+            wrong: Any = [{"prompt_token_ids": [-1]}, {"prompt_token_ids": [2**40]}, prompts[0]]
+            errors = [output.error for output in llm.generate(wrong, params[:3], use_tqdm=False)]
+            assert [error is None for error in errors] == [False, False, True]
         assert strategy == "ar" or num_forced > 0
     assert found[0] == found[1]
     whole = [text.split("</think>") for text, reason in found[0] if reason == "stop"]
