@@ -7,6 +7,7 @@ rayspec. A request is in pickle, and an answer is a line of JSON.
 
 from __future__ import annotations
 
+import codecs
 import html
 import io
 import json
@@ -208,7 +209,7 @@ class _Html(HTMLParser):
 
 def _html_texts(content: bytes) -> Iterator[str]:
     """Yield the visible text, with a line for each block."""
-    named = _CHARSET.search(content[:2048])
+    named = None if content.startswith(codecs.BOM_UTF8) else _CHARSET.search(content[:2048])
     parser = _Html()
     parser.feed(content.decode("utf-8-sig" if named is None else named[1].decode()))
     # Not `close`, which searches an end for every "<" after a tag or comment without one: quadratic before Python 3.14.

@@ -329,7 +329,7 @@ def _as_json(value: str, schema: Mapping[str, Any], name: str) -> str:
     own = properties.get(name) if isinstance(properties, Mapping) else None
     if not isinstance(own, Mapping) or own.get("type") != "string":
         try:
-            return json.dumps(json.loads(value), ensure_ascii=False)
+            return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             pass
     return json.dumps(value, ensure_ascii=False)

@@ -362,8 +362,9 @@ class Answer:
         """Return new output of a choice with its content as text, what it adds to calls, and its reasoning."""
         if self._make_parser is None:
             return one, [], ""
-        parser = self._parsers.setdefault(index, self._make_parser())
-        pieces = parser.feed(one.text, finished=one.finished)
+        if index not in self._parsers:
+            self._parsers[index] = self._make_parser()
+        pieces = self._parsers[index].feed(one.text, finished=one.finished)
         thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
         calls = []
         for number, of_call in itertools.groupby(

@@ -459,6 +459,7 @@ def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_ro
         "a.pdf": (pdf("One two", "three"), "One two\nthree\n"),
         "b.docx": (docx(WORDS), "One\ttwo\nthree\n"),
         "c.html": (PAGE, "One\n\ntwo éé\n\n\tthree\tfour"),
+        "c_marked.html": (b"\xef\xbb\xbf<meta charset='latin-1'><p>\xc3\xa9", "é"),
         "c_at_end.html": (b"<p>1 < 2 &amp; 3 &gt 2&amp", "1 < 2 & 3 > 2&"),
         "c_cut.html": (b"<p>one</p><p>two <b class='x", "one\n\ntwo"),
         "d.pdf": (b"%PDF-1.4 cut", "unreadable_document"),
@@ -471,7 +472,7 @@ def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_ro
         (tmp_path / name).write_bytes(content)
     found = read(tmp_path)
     assert {row.id: outcome(row) for row in found} == {name: expected for name, (_, expected) in files.items()}
-    assert "there is none; scanned pages need text recognition first" in str(found[6].error)
+    assert "there is none; scanned pages need text recognition first" in str(found[7].error)
     scanned = [row for piece in pieces(tmp_path) for _, row in read_piece(piece, TEXT, with_text=False)]
     assert [row.input_hash for row in scanned] == [row.input_hash for row in found]
     assert {outcome(row) for row in scanned[:-1]} == {None}, "an error is the result of a row, and is not found twice"

@@ -56,6 +56,11 @@ CASES: list[tuple[ToolFormat, str, Result]] = [
         ("", [("other", '{"a": "x\\ny < 2", "b": {}')]),
     ),
     (
+        TAGGED,
+        "<tool_call><function=other><parameter=c>NaN</parameter></function></tool_call>",
+        ("", [("other", '{"c": "NaN"}')]),
+    ),
+    (
         LISTED,
         f'[TOOL_CALLS] [{{"name": "weather", "arguments": {PARIS}}}, {{"name": "now", "arguments": {{}}}}]',
         ("", [("weather", PARIS), ("now", "{}")]),
