@@ -74,11 +74,11 @@ def load_pipeline(
     with ExitStack() as undo:
         undo.callback(stages.shutdown)  # of refused options, or the shards keep their places
         replica, num_sublayers = stages.replica, stages.num_sublayers
-        info = replace(info, scores_prompts=all(each.scores_prompts for each in replica.loaded.values()))
         first = replica.loaded["stage-0"]
         if sizes.splits:
             strategy = make_strategy(config, num_sublayers, latency, ways=stages.ways)
         else:
+            info = replace(info, scores_prompts=all(each.scores_prompts for each in replica.loaded.values()))
             problems = {each.problem: None for each in replica.loaded.values() if each.problem}
             why = "; ".join([why_undivided, *problems])
             strategy = copying_strategy(config, num_sublayers, latency if replica.cuts else None, why)
