@@ -150,7 +150,7 @@ class EngineStats(DraftCounts):
     compared_s: of the rounds for which the speed of plain decoding is known. plain_s: what their tokens would have
     taken without drafts, by the latency profile and the rounds without drafts, which num_compared_rounds counts for
     each sequence; those of requests that want no drafts are not among them. died_at_s: when engines died, by
-    the `time.monotonic` of the process that replaces them.
+    the `time.monotonic` of the process that replaces them. weights: what became of a quantised checkpoint's weights.
     """
 
     num_prompt_tokens: int = 0
@@ -167,6 +167,7 @@ class EngineStats(DraftCounts):
     num_compared_rounds: int = 0
     accepted_lengths: dict[int, int] = field(default_factory=dict)
     gate_reason: str = ""
+    weights: str = ""
     plans: list[PlanRecord] = field(default_factory=list)
     died_at_s: list[float] = field(default_factory=list)
 

@@ -150,6 +150,7 @@ def test_a_checkpoint_in_compressed_tensors_drafts_as_a_plain_one(
         engine = load_engine(small_config(packed, max_model_len=256, speculation=more), with_tokenizer=False)
         assert tokens_of(complete(engine, known.prompts, PARAMS)) == known.expected
         assert engine.stats.num_accepted_tokens > 0
+        assert engine.stats.weights == "compressed-tensors: become plain matrices at load"
     assert "became plain matrices in float32" in caplog.text
 
 

@@ -625,6 +625,7 @@ class Job:
             "output_tokens": report.num_output_tokens,
             "seconds": report.elapsed_s,
             "errors": dict(report.errors),
+            **({"quantised_weights": report.stats.weights} if report.stats.weights else {}),
         }
         names = (*REPORT_NAMES, *self.export_names)
         due = {name for name in names if not (folder.is_merged and folder.location.join(name).exists)}

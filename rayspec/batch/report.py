@@ -342,6 +342,7 @@ def _totals(report: RunReport) -> list[tuple[str, str]]:
             for name, part_s in seconds.items()
         ),
         ("drafting", stats.gate_reason or "-"),
+        ("quantised weights", stats.weights or "-"),
         ("replicas lost for good", str(stats.num_lost_replicas or "-")),
         ("speed over plain decoding, estimated", "-" if stats.speed_up is None else f"{stats.speed_up:.2f}x"),
         ("engines replaced", str(len(stats.died_at_s) or "-")),

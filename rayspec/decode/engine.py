@@ -93,7 +93,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
-        self.stats = EngineStats()
+        self.stats = EngineStats(weights=model.weights)
         self.model = model
         self.tokenizer = model.tokenizer
         self.latency = latency

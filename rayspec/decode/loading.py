@@ -49,7 +49,7 @@ from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets,
 from rayspec.model.sizes import copy_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.sublayers import Decomposition
-from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device, vocab_size
+from rayspec.model.weights import load_model, load_tokenizer, num_layers, resolve_device, route_of_weights, vocab_size
 from rayspec.planning.latency import LatencyModel
 from rayspec.types import CheckpointError, ConfigError
 
@@ -80,6 +80,7 @@ def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer:
         adapters=list(config.lora_modules),
         adapter=config.adapter,
         given_texts=given,
+        weights=route_of_weights(config, model),
     )
 
 

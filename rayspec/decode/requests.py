@@ -182,7 +182,7 @@ class ModelInfo:
     """What the engine knows of the model. max_model_len: the most prompt and output tokens of a request together.
     defaults: the checkpoint's, of sampling parameters. adapters: names of the loaded adapters, to which others may be
     added. adapter: the one of requests that name none. given_texts: tokens of texts that drafts are copied from.
-    scores_prompts: whether the model can give log-probabilities of a prompt."""
+    scores_prompts: whether the model can give log-probabilities of a prompt. weights: see `EngineStats`."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -193,6 +193,7 @@ class ModelInfo:
     adapter: str | None = None
     given_texts: Sequence[int] = ()
     scores_prompts: bool = True
+    weights: str = ""
     grammars: Grammars = field(init=False)
 
     def __post_init__(self) -> None:

@@ -102,6 +102,24 @@ def _become_plain(config: PretrainedConfig, formats: Collection[str]) -> None:
         settings["dequantize"] = True
 
 
+def route_of_weights(config: EngineConfig, found: PretrainedConfig) -> str:
+    """Say what becomes of quantised weights at load; "" for a checkpoint without. found: of `load_config`."""
+    if find_gguf(config.model, config.revision) is not None:
+        name, is_plain = "GGUF", True
+    else:
+        settings: Any = config.quantization_config or getattr(found, "quantization_config", None)
+        if settings is None:
+            return ""
+        values = settings if isinstance(settings, dict) else settings.to_dict()
+        name = str(values.get("quant_method", "quantised")).rpartition(".")[2].lower()
+        is_plain = bool(values.get("dequantize"))
+        is_plain |= name in _PLAIN_ON_CPU and resolve_device(config.device).type == "cpu"
+    if not is_plain:
+        return f"{name}: stay quantised, in modules of transformers; drafts have no copies of fewer bits"
+    own_bits = "; passes of few rows use the checkpoint's own 4 bits (own_bits)" if config.own_bits else ""
+    return f"{name}: become plain matrices at load{own_bits}"
+
+
 # Fields of every config.json that has them, and the most that any model may have.
 _COUNTS = {"num_hidden_layers": 10_000, "hidden_size": 10**7, "vocab_size": 10**8}
 

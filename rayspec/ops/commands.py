@@ -120,10 +120,14 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     nothing, and take less than three seconds if it has no GPU.
     """
     findings, _ = machine.check_machine()
+    place = None
     if model is not None:
-        findings.append(machine.check_model(model)[0])
+        finding, place = machine.check_model(model)
+        findings.append(finding)
     if quick:
         return findings
+    if place is not None:
+        findings += machine.check_weights(place)
     findings.append(machine.check_dtype())
     where = address or os.environ.get("RAY_ADDRESS")
     if where is None:

@@ -357,7 +357,7 @@ def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
 
 def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
     """Return the statistics of several engines as of one: add up counts and seconds, sort all plans by the time they
-    were made, and take the first `gate_reason`."""
+    were made, and take the first text of each kind."""
     total = EngineStats()
     for part in parts:
         for field in dataclasses.fields(EngineStats):
@@ -367,6 +367,7 @@ def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
             elif isinstance(value, dict):
                 for key, count in value.items():
                     sum_so_far[key] = sum_so_far.get(key, 0) + count
-    total.gate_reason = next((part.gate_reason for part in parts if part.gate_reason), "")
+            elif isinstance(value, str) and not sum_so_far:
+                setattr(total, field.name, value)
     total.plans = sorted((plan for part in parts for plan in part.plans), key=lambda plan: plan.elapsed_s)
     return total

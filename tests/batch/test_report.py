@@ -66,7 +66,7 @@ def test_the_report_and_its_short_form_say_what_happened(num_records: int, draft
     rng = random.Random(0)
     records = [record(rng, drafts=drafts, num_tokens=rng.choice([0, 200])) for _ in range(num_records)]
     run = RunReport()
-    run.stats = stats_of(records)
+    run.stats = replace(stats_of(records), weights="fp8: stay quantised")
     for row in (GOOD, bad(), Row(id="other", text="A text | of\ntwo lines."), *repeat(GOOD, 60)):
         run.add(row)
     text, page = report_pages(run, config=CONFIG, title="Run", price=2.0).values()
@@ -76,6 +76,7 @@ def test_the_report_and_its_short_form_say_what_happened(num_records: int, draft
     assert "| rows | 63, 1 failed |" in text
     assert "| time in verify | 50 % |" in text
     assert "| time in prefill |" not in text, "there was none"
+    assert "| quantised weights | fp8: stay quantised |" in text
     assert "| prompt_too_long | 1 | too long |" in text
     assert "| good | 100 | 21 | 10.0 | - |  |" in text
     assert "| bad\\|id | - | - | - | - | prompt_too_long |" in text

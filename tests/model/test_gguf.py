@@ -13,6 +13,7 @@ from rayspec.config import EngineConfig
 from rayspec.model.gguf import located
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config, load_model, load_tokenizer, weights_fingerprint
+from rayspec.ops.doctor.machine import check_weights
 from rayspec.types import CheckpointError, ConfigError
 from tests.families import build
 from tests.gguf_files import write_gguf
@@ -51,6 +52,7 @@ def test_a_file_loads_as_transformers_loads_it(folder: Path, family: str) -> Non
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
     assert quantisation_of(model.config) is None
+    assert [one.found for one in check_weights(str(path))] == ["GGUF: become plain matrices at load"]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # tied and not

@@ -267,6 +267,19 @@ def check_model(model: str) -> tuple[Finding, str | None]:
     return ok(_MODEL_FILES, found), str(place)
 
 
+def check_weights(model: str) -> list[Finding]:
+    """Say what becomes of the weights of a quantised checkpoint. model: where its files are."""
+    from rayspec.config import EngineConfig  # noqa: PLC0415 - they bring torch and transformers
+    from rayspec.model.weights import load_config, route_of_weights  # noqa: PLC0415
+
+    config = EngineConfig(model=model)
+    try:
+        route = route_of_weights(config, load_config(config))
+    except RayspecError as error:
+        return [problem("quantised weights", str(error), "see docs/guides/python.md, Quantised checkpoints")]
+    return [ok("quantised weights", route)] if route else []
+
+
 def _errors_of(file: Path) -> list[str]:
     """Return what is wrong with a config, with an index of weights or the files that it names, or with a file of
     weights. The header of safetensors gives the file's length."""
