@@ -257,7 +257,9 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
         with _LOADS:
             model, info = _load(config, described, layers, with_embedding, options)
     except LOADING_ERRORS as error:
-        raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}") from error
+        lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else None
+        remedy = "" if lacks is None else f": pip install {lacks.partition('.')[0]}"
+        raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}{remedy}") from error
     except _UNPICKLING_ERRORS as error:
         reason = f"{in_one_line(error)} (see its config.json)"
         if not any(Path(config.model).glob("*.safetensors")):  # torch's message recommends to run the files' code

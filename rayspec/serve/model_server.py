@@ -51,7 +51,11 @@ class ModelServer:
         self._engine_timeout_s = engine_timeout_s
         self._stream_interval_s = config.experimental_configs.stream_batching_interval_ms / 1000
         forget_reserved_threads()
-        llm = load_llm(config.engine)
+        try:
+            llm = load_llm(config.engine)
+        except RayspecError as error:  # the endpoint may be running: then Serve tries again, and only its log says why
+            _logger.warning("model %r cannot be loaded: %s", config.model_id, error)
+            raise
         self._metrics: EngineMetrics | None = None
         self._engine = AsyncEngine(llm)
         if config.log_engine_metrics:

@@ -82,6 +82,15 @@ def test_a_value_in_the_config_that_torch_refuses_is_named(tmp_path: Path) -> No
         load_model(_config(folder))
 
 
+def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'torchao.core'", name="torchao.core")
+
+    monkeypatch.setattr("rayspec.model.weights._load", lacks)
+    with pytest.raises(CheckpointError, match=r"No module named 'torchao.core': pip install torchao"):
+        load_model(_config(_copy(tmp_path)))
+
+
 def test_the_sizes_of_a_composite_model_are_those_of_its_language_model() -> None:
     config = AutoConfig.for_model("gemma3", text_config={"num_hidden_layers": 3, "vocab_size": 77})
     assert (num_layers(config), vocab_size(config)) == (3, 77)

@@ -21,6 +21,7 @@ from rayspec.serve.app import model_deployment
 from rayspec.serve.model_server import ModelServer
 from rayspec.serve.options import LLMConfig
 from rayspec.serve.watch import ReplicaReport
+from rayspec.types import RayspecError
 from tests.serve.endpoint_process import ENGINE
 from tests.waiting import wait_until
 
@@ -184,3 +185,14 @@ def test_replicas_copy_from_each_other() -> None:
         assert num_copied >= 16, "of its first request"
     finally:
         serve.shutdown()
+
+
+def test_a_replica_that_cannot_load_its_model_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    loading = {"model_id": "mine", "model_source": "/no/such/model"}
+
+    async def scenario() -> None:
+        ModelServer(LLMConfig(model_loading_config=loading), engine_timeout_s=ENGINE_TIMEOUT_S)
+
+    with pytest.raises(RayspecError):
+        asyncio.run(scenario())
+    assert "model 'mine' cannot be loaded: option 'model' is '/no/such/model'" in caplog.text
