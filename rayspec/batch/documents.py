@@ -50,7 +50,6 @@ _NO_CELL = "\0"
 _NUM_CHECKED = 16  # rows
 # Strangers may make the files, and a small one may unpack to any size. Tokenizing takes about 250 bytes a character.
 _MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of a file that is read as a whole
-csv.field_size_limit(_MAX_TEXT_BYTES)
 _extractor = Sandbox(most_s=120, most_bytes=2**32)
 
 
@@ -261,6 +260,7 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
                 raise _too_large(f"{piece.name}: a line")
             yield line
 
+    csv.field_size_limit(max(csv.field_size_limit(), _MAX_TEXT_BYTES))
     lines = limited()
     first = next(lines, "")
     if "\0" in first[:4]:

@@ -106,7 +106,8 @@ class _Search:
                 below = [match], list[Location]()
                 with suppress(UnreadableFileError):  # reading a circular link reports the error
                     below = match.below() if match.is_folder else below
-                files, unreadable = files + below[0], unreadable + below[1]
+                files += below[0]
+                unreadable += below[1]
             if not self._keep_known(files, unreadable):
                 found = f"no file of a known type{self._left_out_types()}" if matches else "nothing"
                 raise ConfigError(f"input {name!r}: it matches {found}; correct it, or leave it out")

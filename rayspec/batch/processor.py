@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -201,7 +202,8 @@ class PreparedRowTask:
         async def complete(row: Mapping[str, Any]) -> Row:
             try:
                 params = _sampling_params(self.settings.sampling, row.get("sampling_params"))
-                output = await engine.run(_prompt_tokens(engine, row), params)
+                tokens = await asyncio.to_thread(_prompt_tokens, engine, row)
+                output = await engine.run(tokens, params)
             except (RequestError, ConfigError) as error:
                 return {
                     "generated_text": "",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import itertools
 import re
 import time
 from collections import Counter
@@ -183,7 +184,9 @@ class Places:
         self._large: set[asyncio.Future[None]] = set()  # of the turns that are asked for or held
         self._num_large = 0  # places
         self._newest = ""  # the last that got a place
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
+        # Turns by client and whether they are large, with a number that grows.
+        self._waiting: dict[tuple[str, bool], dict[asyncio.Future[None], int]] = {}
+        self._numbers = itertools.count()
 
     def resize(self, most: int) -> None:
         """Change how many there are. Requests that have a place keep it."""
@@ -195,36 +198,53 @@ class Places:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if is_large:
             self._large.add(turn)
-        self._waiting.append((client, turn))
+        self._waiting.setdefault((client, is_large), {})[turn] = next(self._numbers)
         self._let_in()
         return turn
 
     def leave(self, client: str, turn: asyncio.Future[None]) -> None:
-        if (client, turn) in self._waiting:
-            self._waiting.remove((client, turn))
-        else:
+        if not self._no_longer_waits(client, turn):
             self._held[client] -= 1
             self._held += Counter()  # drops clients that have none
             self._num_large -= turn in self._large
         self._large.discard(turn)
         self._let_in()
 
+    def _no_longer_waits(self, client: str, turn: asyncio.Future[None]) -> bool:
+        """Remove a turn from those that wait. Return whether it was one of them."""
+        kind = (client, turn in self._large)
+        turns = self._waiting.get(kind, {})
+        if turns.pop(turn, None) is None:
+            return False
+        if not turns:
+            del self._waiting[kind]
+        return True
+
     def _let_in(self) -> None:
-        while entering := [one for one in self._waiting if self._may_enter(*one)]:
-            client, turn = first = min(entering, key=lambda one: (self._held[one[0]], one[0] == self._newest))
-            self._waiting.remove(first)
+        """Let turns enter. It takes no longer for clients of which more turns wait."""
+        while (num_free := self._most - self._held.total()) > 0:
+            firsts = [
+                (self._held[client], client == self._newest, next(iter(turns.values())), client, is_large)
+                for (client, is_large), turns in self._waiting.items()
+                if self._may_enter(client, is_large, num_free)
+            ]
+            if not firsts:
+                return
+            *_, client, is_large = min(firsts)
+            turn = next(iter(self._waiting[client, is_large]))
+            self._no_longer_waits(client, turn)
             self._held[client] += 1
-            self._num_large += turn in self._large
+            self._num_large += is_large
             self._newest = client
             if not turn.cancelled():
                 turn.set_result(None)
 
-    def _may_enter(self, client: str, turn: asyncio.Future[None]) -> bool:
-        held, num_free = self._held[client], self._most - self._held.total()
-        if num_free <= 0 or not self._leaves_room:
-            return num_free > 0
+    def _may_enter(self, client: str, is_large: bool, num_free: int) -> bool:
+        if not self._leaves_room:
+            return True
+        held = self._held[client]
         has_room = held == 0 or held + 1 <= _MOST_OF_FREE * (num_free - 1)
-        return has_room and (turn not in self._large or self._num_large < max(1, self._most * 3 // 4))
+        return has_room and not (is_large and self._num_large >= max(1, self._most * 3 // 4))
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
 from typing import IO, Any
 
 from fastapi import FastAPI, Request
@@ -91,11 +91,12 @@ def add_batch_routes(
 async def _upload(request: Request, store: BatchStore, options: ServeOptions) -> FileObject:
     """Store the file of a form with the fields `purpose` and `file`, in any order. Both are required."""
     purpose, content, file_id, max_bytes = None, None, new_id("file-"), options.max_batch_file_bytes
-    with ExitStack() as kept:
+    async with AsyncExitStack() as kept:
         async for part in read_form(request, options.body_timeout_s, max_bytes):
             if part.name == "file" and content is None:
                 new = store.new_file(file_id, part.filename or "", "batch")
-                content, num_bytes = await asyncio.to_thread(kept.enter_context, new), 0
+                content, num_bytes = await asyncio.to_thread(new.__enter__), 0
+                kept.push_async_exit(_end_in_thread(new))
                 async for piece in part.pieces:
                     num_bytes += len(piece)
                     if num_bytes > max_bytes:
@@ -114,8 +115,11 @@ async def _upload(request: Request, store: BatchStore, options: ServeOptions) ->
             raise InvalidRequestError.of("purpose", f"it is {purpose!r} and must be 'batch'")
         if content is None:
             raise InvalidRequestError.of("file", "it is missing", code="missing_required_parameter")
-        await asyncio.to_thread(kept.close)
     return await asyncio.to_thread(store.file, file_id)
+
+
+def _end_in_thread(block: AbstractContextManager[Any]) -> Callable[..., Awaitable[bool | None]]:
+    return lambda *error: asyncio.to_thread(block.__exit__, *error)
 
 
 async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:

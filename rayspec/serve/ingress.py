@@ -218,7 +218,13 @@ def _add_model_routes(app: FastAPI, ingress: Ingress, described: Description) ->
 
     @app.get("/v1/models", responses=described.answers(ModelList))
     async def models() -> Response:
-        return json_response(ModelList(data=await asyncio.gather(*[ingress.card(model) for model in ingress.model_of])))
+        asked = [ingress.card(model) for model in ingress.model_of]
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        cards = [one for one in found if isinstance(one, ModelCard)]
+        for error in found:  # a model that cannot answer now is left out, if another can
+            if isinstance(error, BaseException) and not (cards and isinstance(error, Refused)):
+                raise error
+        return json_response(ModelList(data=cards))
 
     @app.get("/v1/models/{model:path}", responses=described.answers(ModelCard))
     async def model_card(model: str) -> Response:

@@ -40,6 +40,18 @@ class DeploymentOptions(Options):
     health_check_timeout_s: float | None = Field(None, gt=0)
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
 
+    @field_validator("autoscaling_config")
+    @classmethod
+    def _whole_numbers(cls, scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Templates often quote numbers, and Serve takes them so."""
+        counts = {name: scaling[name] for name in ("min_replicas", "max_replicas") if scaling and name in scaling}
+        for name, value in counts.items():
+            if isinstance(value, str):
+                if not value.isdecimal():
+                    raise ValueError(f"option 'autoscaling_config.{name}' is {value!r}: give a whole number")
+                counts[name] = int(value)
+        return scaling and scaling | counts
+
 
 class ModelLoadingConfig(Options):
     """The model to load. model_id: its name in requests. model_source: folder, hub id or "demo"; None: the model_id."""
@@ -176,6 +188,11 @@ class ServeOptions(Options):
             return configs
         return [read_options_file(Path(one)) if isinstance(one, str) else one for one in configs]
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _lower_names(cls, names: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        return None if names is None else tuple(name.lower() for name in names)
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not self.llm_configs:
@@ -271,7 +288,9 @@ def asked_options(
             raise ConfigError(
                 f"{str(file)!r} is a file for Serve: run `serve run {file}`, or give a file with what is in its 'args'"
             )
-    more = {"api_keys": api_keys, "cors": cors, "allowed_hosts": allowed_hosts}
-    lists = {name: [*(args.get(name) or ()), *values] for name, values in more.items() if values}
-    chosen = {"batches": batches} if batches is not None else {}
-    return serve_options(args | lists | chosen, environment=environment)
+    chosen: dict[str, Any] = {"batches": batches} if batches is not None else {}
+    for name, values in {"api_keys": api_keys, "cors": cors, "allowed_hosts": allowed_hosts}.items():
+        own = args.get(name) or []
+        if values and isinstance(own, list | tuple):  # others are refused
+            chosen[name] = [*own, *values]
+    return serve_options(args | chosen, environment=environment)

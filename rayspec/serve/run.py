@@ -162,7 +162,7 @@ def _check_folder(name: str) -> None:
 def allowed_hosts(options: ServeOptions, address: Address) -> frozenset[str]:
     """Return the names by which clients may call an endpoint that listens at `address`, see `allowed_host`."""
     if options.allowed_hosts is not None:
-        return frozenset(name.lower() for name in options.allowed_hosts)
+        return frozenset(options.allowed_hosts)
     return frozenset() if is_loopback(address.host) else frozenset({ANY})
 
 

@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -19,6 +20,7 @@ from fastapi import FastAPI
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
 
+from rayspec.openai.responses import ModelCard
 from rayspec.serve import access
 from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Places, Refused, allowed_host, network_of
 from rayspec.serve.calls import while_connected
@@ -151,6 +153,26 @@ def test_a_stream_is_passed_on_once_and_its_last_event_is_the_error(last: Except
     else:
         assert told.endswith("\n\ndata: [DONE]\n\n")
         assert json.loads(told.split("\n\n")[0].removeprefix("data: "))["error"]["code"] == code
+
+
+def test_a_model_that_cannot_answer_is_not_listed_if_another_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting = {"demo"}
+
+    async def card(ingress: Ingress, model: str) -> ModelCard:
+        if model in starting:
+            raise Refused(access.STARTING)
+        return ModelCard(id=model, created=0, max_model_len=1)
+
+    monkeypatch.setattr(Ingress, "card", card)
+    configs = [{"model_loading_config": {"model_id": name}} for name in ("demo", "other")]
+    ingress = Ingress(
+        ServeOptions(llm_configs=configs), {"demo": Model(), "other": Model()}, keys=ApiKeys.of([]), hosts={ANY}
+    )
+    with served(build_app(ingress)) as (_, port):
+        url = f"http://localhost:{port}/v1/models"
+        assert [one["id"] for one in httpx2.get(url).json()["data"]] == ["other"]
+        starting.add("other")
+        assert httpx2.get(url).json()["error"]["code"] == "starting"
 
 
 def test_without_a_key_nothing_opens_but_health_and_the_page() -> None:
@@ -399,6 +421,20 @@ def test_places_go_to_clients_in_turn() -> None:
         assert entered() == ["a12"]
 
     asyncio.run(scenario())
+
+
+def test_many_that_wait_take_no_longer_each() -> None:
+    async def scenario() -> None:
+        places = Places(8, leaves_room=False)
+        turns = [("ab"[number % 2], places.ask("ab"[number % 2])) for number in range(4096)]
+        for client, turn in turns:
+            assert turn.done()
+            places.resize(8)
+            places.leave(client, turn)
+
+    start_s = time.process_time()
+    asyncio.run(scenario())
+    assert time.process_time() - start_s < 3
 
 
 def test_large_requests_leave_places_to_others() -> None:

@@ -50,6 +50,7 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
     assert admitted() == 3 * 4
     assert admitted(num_replicas=2) == 2 * 3 * 4
     assert admitted(autoscaling_config={"max_replicas": 3}) == 3 * 3 * 4
+    assert admitted(autoscaling_config={"max_replicas": "3"}) == 3 * 3 * 4, "templates quote numbers"
     assert admitted(max_queued_requests=0) == 2 * 4
     assert admitted(max_ongoing_requests=1, max_queued_requests=1) == 2
     assert admitted(max_queued_requests=-1) is None
@@ -78,6 +79,10 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
         ({"llm_configs": ["absent.yaml"]}, ["absent.yaml", "cannot be read"]),
         ({"llm_configs": [model()], "api_keys": ["good", "two words"]}, ["key 2 must be printable"]),
         ({"llm_configs": [model()], "api_keys": "good"}, ["'api_keys': it must be a list"]),
+        (
+            {"llm_configs": [model(deployment_config={"autoscaling_config": {"min_replicas": "one"}})]},
+            ["'autoscaling_config.min_replicas' is 'one'"],
+        ),
         ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
     ],
 )
@@ -86,6 +91,13 @@ def test_what_is_wrong_is_named_with_a_remedy(args: dict[str, Any], words: list[
         serve_options(args, environment={})
     assert [word for word in words if word not in str(raised.value)] == []
     assert not {"good", "two words"} & set(str(raised.value).split("'")), "keys are secret"
+
+
+def test_quoted_numbers_and_capital_letters_mean_the_same() -> None:
+    scaling = {"autoscaling_config": {"min_replicas": "0", "max_replicas": "2"}}
+    chosen = options(model(deployment_config=scaling), allowed_hosts=["API.Example.org"])
+    assert chosen.llm_configs[0].scales_to_zero
+    assert chosen.allowed_hosts == ("api.example.org",)
 
 
 def made(**deployment: Any) -> Any:
@@ -153,6 +165,9 @@ def test_a_file_has_everything(tmp_path: Path) -> None:
     file.write_text("llm_configs: [{model_loading_config: {model_id: m}}]\napi_keys: [f]\n", encoding="utf-8")
     options = asked(Asked(flags={"model": None}), file)
     assert (options.llm_configs[0].model_id, options.api_keys) == ("m", ("f", "k", "e"))
+    file.write_text("llm_configs: [{model_loading_config: {model_id: m}}]\napi_keys: fghij\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="'api_keys': it must be a list"):
+        asked(Asked(), file)
     for also in (Asked(flags={"dtype": "float32"}), Asked(overrides=["dtype=float32"]), Asked(file=file)):
         with pytest.raises(ConfigError, match="does not go with"):
             asked(also, file)
