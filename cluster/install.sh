@@ -17,7 +17,7 @@ if [[ $# -gt 0 ]]; then
 fi
 
 wanted="$python_version ${1:-} $(
-    find pyproject.toml constraints.txt cluster rayspec -type f -not -path '*/__pycache__/*' -print0 \
+    find pyproject.toml hatch_build.py constraints.txt cluster rayspec -type f -not -path '*/__pycache__/*' -print0 \
         | sort --zero-terminated | xargs --null sha256sum | sha256sum
 )"
 if [[ -f .venv/installed && $(<.venv/installed) == "$wanted" ]]; then

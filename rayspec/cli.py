@@ -93,7 +93,10 @@ class _Commands(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         """Run a command. Errors end with one line and a code, also where the command's modules are imported. What is
-        printed is UTF-8 in every locale, as files are; bytes of a file name that are not are escaped."""
+        printed is UTF-8 in every locale, as files are; bytes of a file name that are not are escaped. Lines of stdin
+        that cannot be decoded are the command's to refuse."""
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="surrogateescape")
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(encoding="utf-8", errors="backslashreplace")

@@ -177,7 +177,7 @@ class Dispatch:
 
 def part_hashes(beginning: Beginning) -> tuple[PartHash, ...]:
     """Hash the whole parts that a prompt begins with, at most `_MAX_PARTS`, which bounds the cost of long prompts."""
-    if beginning is None:
+    if not isinstance(beginning, Sequence):  # the engine refuses what is no prompt
         return ()
     size = _CHARACTERS_PER_PART if isinstance(beginning, str) else _TOKENS_PER_PART
     digest, hashes = hashlib.blake2b(digest_size=8), []

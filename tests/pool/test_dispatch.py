@@ -1,6 +1,7 @@
 """Which engine gets an item, and which item is blamed. Engines are sets of items, and time does not pass."""
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -163,6 +164,7 @@ def test_prompts_that_begin_alike_share_the_hashes_of_their_first_parts() -> Non
     assert part_hashes(tokens) == part_hashes(tuple(tokens))
     assert part_hashes(tokens)[:2] == part_hashes([*tokens[:128], 9, *tokens[129:]])[:2]
     assert part_hashes(None) == part_hashes("short") == part_hashes([1, 2]) == ()
+    assert part_hashes(math.nan) == part_hashes({"prompt": text}) == ()  # type: ignore[arg-type]
     assert len(part_hashes("a" * 10**6)) == 32
     assert part_hashes("\ud800" * 256), "what is no text is the engine's to refuse"
 

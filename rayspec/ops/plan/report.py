@@ -17,6 +17,7 @@ from rayspec.ops.plan.placement import Layout, two_digits
 
 _GIB = 2**30
 _NUM_SHOWN = 8
+_LEAST, _MOST = 0.63, 0.80  # of the roofline that engines reach
 
 
 def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
@@ -78,8 +79,9 @@ def plan_table(plan: Ranking) -> Group:
         "as published for drafts like these (0.85 to 0.95): --acceptance sets another" if is_published else "as given"
     )
     certainty = (
-        f"how sure: not very: speeds are {EFFICIENCY:.0%} of the roofline; engines reach 63% to 80%, so tokens/s may "
-        "be 12% lower or 11% higher; better with --profile, a file that `rayspec profile` saves on one such GPU"
+        f"how sure: not very: speeds are {EFFICIENCY:.0%} of the roofline; engines reach {_LEAST:.0%} to {_MOST:.0%}, "
+        f"so tokens/s may be {1 - _LEAST / EFFICIENCY:.0%} lower or {_MOST / EFFICIENCY - 1:.0%} higher; better with "
+        "--profile, a file that `rayspec profile` saves on one such GPU"
     )
     if plan.measured_on is not None:
         certainty = (

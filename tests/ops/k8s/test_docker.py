@@ -1,7 +1,9 @@
 """The Dockerfile: linted, pinned, without privileges, and of files that exist."""
 
+import json
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -28,17 +30,30 @@ def test_hadolint_has_nothing_to_say() -> None:
     assert (found.returncode, found.stdout) == (0, "")
 
 
-def test_what_it_copies_is_there_and_in_the_context() -> None:
-    ignored = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
-    sources = [
-        word
+def copied() -> list[str]:
+    return [
+        word.removeprefix("./")
         for line in instructions("COPY")
         if "--from" not in line
         for word in [part for part in line.split() if not part.startswith("--")][:-1]
     ]
+
+
+def test_the_package_can_be_built_from_what_it_copies(tmp_path: Path) -> None:
+    for source in copied():
+        (tmp_path / source).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / source).symlink_to(ROOT / source)
+    command = [sys.executable, "-m", "hatchling", "metadata"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, json.loads(done.stdout or "{}").get("name")) == (0, "rayspec"), done.stderr
+
+
+def test_what_it_copies_is_there_and_in_the_context() -> None:
+    ignored = (FOLDER / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    sources = copied()
     assert {"rayspec", "jobs", "constraints.txt"} <= set(sources)
     assert all((ROOT / source).exists() for source in sources)
-    assert {f"!{source.removeprefix('./')}" for source in sources} <= set(ignored)
+    assert {f"!{source}" for source in sources} <= set(ignored)
     assert ignored[0] == "*"
 
 
