@@ -1,18 +1,20 @@
 """Messages and tensors between the processes of a replica, from one transport to another.
 
 ZeroMQ over TCP, encrypted and authenticated by libzmq's CURVE (RFC 26). A message is the frames [envelope, tensor,
-tensor, ...]. The envelope is msgpack, tensors are their raw bytes. Nothing is ever unpickled.
+tensor, ...]. The envelope is msgpack, tensors are their raw bytes; a large tensor takes several frames. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import itertools
 import math
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +26,7 @@ from rayspec.errors import TransportError
 from rayspec.pipeline.collective import TensorLink
 from rayspec.pipeline.messages import AnyMessage, Envelope, Message, TensorForm, decode, encode
 
-MAX_TENSOR_BYTES = 1 << 30
+MAX_FRAME_BYTES = 1 << 30
 MAX_WAITING_MESSAGES = 1 << 16
 
 _DTYPES: dict[str, torch.dtype] = {
@@ -90,7 +92,7 @@ class Transport:
         self._inbox.zap_domain = b"rayspec"
         self._inbox.zap_enforce_domain = True  # without an answer from the gate, a connection is refused
         # Larger frames are refused before memory is allocated for them. CURVE adds some bytes to each frame.
-        self._inbox.maxmsgsize = MAX_TENSOR_BYTES + 1024
+        self._inbox.maxmsgsize = MAX_FRAME_BYTES + 1024
         _set_tcp_options(self._inbox, ipv6=":" in host)
         self._inbox.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         self.address = self._inbox.get_string(zmq.LAST_ENDPOINT)
@@ -123,16 +125,14 @@ class Transport:
         self._require_open()
         link = None if to_rank is None else self._require_link()
         forms = tuple(_form(tensor) for tensor in tensors)
-        # Through uint8, because NumPy has no bfloat16.
-        flat = [] if link is not None else [tensor.cpu().contiguous().reshape(-1) for tensor in tensors]
-        raw = [tensor.view(torch.uint8).numpy().data for tensor in flat]
+        frames = [frame for tensor in tensors for frame in _frames(tensor)] if link is None else []
         connection = self._connections.get(peer)
         if connection is None:
             raise TransportError(f"{self.name} knows no peer {peer!r}; it knows {sorted(self._connections)}")
         rank = None if link is None else link.rank
         envelope = Envelope(self.name, connection.stream, connection.num_sent, rank, forms, message, self.epoch)  # type: ignore[arg-type]
         try:
-            connection.socket.send_multipart([encode(envelope), *raw], zmq.NOBLOCK)
+            connection.socket.send_multipart([encode(envelope), *frames], zmq.NOBLOCK)
         except zmq.Again as error:
             raise TransportError(
                 f"{MAX_WAITING_MESSAGES} messages are waiting for {peer}, which takes none; "
@@ -202,7 +202,8 @@ class Transport:
             )
         forms = [(_DTYPES[form.dtype], form.shape) for form in envelope.tensors]
         if envelope.rank is None:
-            tensors = [_tensor(*form, frame) for form, frame in zip(forms, frames[1:], strict=True)]
+            left = iter(frames[1:])
+            tensors = [_tensor(*form, left) for form in forms]
         else:
             link = self._require_link()
             tensors = [link.receive(*form, envelope.rank) for form in forms]
@@ -246,13 +247,22 @@ def _form(tensor: Tensor) -> TensorForm:
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _DTYPES:
         raise TransportError(f"a tensor of {tensor.dtype} cannot be sent; use one of {', '.join(_DTYPES)}")
-    if tensor.nbytes > MAX_TENSOR_BYTES:
-        raise TransportError(f"a tensor of {tensor.nbytes} bytes cannot be sent; cut it to {MAX_TENSOR_BYTES} or less")
     return TensorForm(dtype=name, shape=tuple(tensor.shape))
 
 
-def _tensor(dtype: torch.dtype, shape: Sequence[int], frame: zmq.Frame) -> Tensor:
-    if not len(frame):
+def _frames(tensor: Tensor) -> list[memoryview]:
+    """Return a tensor's bytes in frames of at most `MAX_FRAME_BYTES`, at least one."""
+    # Through uint8, because NumPy has no bfloat16.
+    raw = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return [raw[at : at + MAX_FRAME_BYTES] for at in range(0, max(1, len(raw)), MAX_FRAME_BYTES)]
+
+
+def _tensor(dtype: torch.dtype, shape: Sequence[int], left: Iterator[zmq.Frame]) -> Tensor:
+    """Take the tensor's frames from those that are left."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    frames = list(itertools.islice(left, max(1, -(-num_bytes // MAX_FRAME_BYTES))))
+    if not num_bytes:
         return torch.empty(shape, dtype=dtype)
-    # The copy aligns the data: libzmq puts frames at any address.
-    return torch.frombuffer(frame.buffer, dtype=dtype).reshape(shape).clone()
+    # `cat` copies, which aligns the data: libzmq puts frames at any address.
+    raw = torch.cat([torch.frombuffer(frame.buffer, dtype=torch.uint8) for frame in frames])
+    return raw.view(dtype).reshape(shape)
