@@ -204,7 +204,8 @@ AnyMessage: TypeAlias = (
 def _to_wire(value: Any) -> Any:
     """Encode a value of a type that msgspec does not know."""
     if isinstance(value, DecodingParams):
-        return value.model_dump(exclude_defaults=True)
+        # The head reads no texts that end the output or are banned, and such a text may have no UTF-8 form.
+        return value.model_dump(exclude_defaults=True, exclude={"stop", "bad_words"})
     if isinstance(value, Constraint):  # the other process makes its own, from the parameters and the tokens
         return None
     if isinstance(value, LookupIndex):  # the other process makes its own, from the sequence's tokens

@@ -69,6 +69,14 @@ def test_an_index_arrives_without_its_text() -> None:
     assert (lookup.ngram, lookup.shortest, lookup.num_tokens) == (4, 2, 0)
 
 
+def test_parameters_arrive_without_the_texts_that_only_the_engine_reads() -> None:
+    params = DecodingParams(temperature=0.5, stop=("\ud800",), bad_words=("\ud800",))
+    spec = SamplerSpec(sequence_id="1", params=params, seed=1, prompt_token_ids=[1])
+    arrived = decode(enveloped(Begin(work=ROUND, opened=[spec]))).message
+    assert isinstance(arrived, Begin)
+    assert arrived.opened[0].params == DecodingParams(temperature=0.5)
+
+
 def test_a_rule_of_drafting_that_cannot_be_sent_is_refused() -> None:
     work = Round(id=1, entries=[ENTRY], plan=ROUND.plan, keep_drafting=lambda confidences: [True])
     with pytest.raises(TypeError, match="DraftWhileWorth"):
