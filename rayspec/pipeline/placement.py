@@ -37,6 +37,10 @@ class PlacementError(RayspecError):
     kind = "placement"
 
 
+class NoPlaceError(PlacementError):
+    """The cluster had no place in time. It may have one later, when a node is added."""
+
+
 class ShardEndedError(PlacementError):
     """A shard's process ended while it was started. The next start may be better."""
 
@@ -92,7 +96,7 @@ class Bundles:
     """The placement group of a replica: one bundle for each stage, so that all ranks of a stage share a node."""
 
     def __init__(self, options: ParallelOptions, *, num_gpus: float, timeout_s: float) -> None:
-        """Reserve the resources of all shards. Raises ConfigError, and PlacementError if they are not free in time."""
+        """Reserve the resources of all shards. Raises ConfigError, and NoPlaceError if they are not free in time."""
         self._cpus, self._gpus = options.cpus_per_shard, num_gpus
         of_a_stage = (("CPU", options.tensor * self._cpus), ("GPU", options.tensor * num_gpus))
         bundle = {name: round(amount, 4) for name, amount in of_a_stage if amount > 0}  # Ray's own precision
@@ -114,7 +118,7 @@ class Bundles:
             available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
             labels = f" with labels {options.labels}" if options.labels else ""
             free = ", ".join(f"{available.get(name, 0):g} {name}" for name in bundle)
-            raise PlacementError(
+            raise NoPlaceError(
                 f"no place for {options.stages} stages of {bundle}, each on one node{labels}, "
                 f"placed {options.topology or placement}, within {timeout_s:.0f} s (free: {free}): add nodes, "
                 "lower tensor, cpus_per_shard or gpus_per_shard, or choose another placement or other labels"

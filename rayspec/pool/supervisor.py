@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import ray
 
 from rayspec.decode.engine_loop import EngineDeadError, LoopThread
-from rayspec.pipeline.placement import PlacementError, ShardEndedError, sized
+from rayspec.pipeline.placement import NoPlaceError, ShardEndedError, sized
 from rayspec.pipeline.recovery import Restarts
 from rayspec.pool.dispatch import Dispatch, Slot, part_hashes
 from rayspec.pool.worker import Beginning, Callback, CommonDType, EngineFactory, RemoteEngine, WorkerMethod, num_engines
@@ -217,13 +217,15 @@ class EngineSupervisor:
     def _start_missing(self) -> None:
         for slot in self._slots:
             if slot.engine is None and slot.failure is None and slot.starting is None:
-                delay_s, slot.delay_s = slot.delay_s, 0.0
+                delay_s, slot.delay_s, slot.has_place = slot.delay_s, 0.0, True
                 slot.starting = asyncio.create_task(self._start_until_loaded(slot, delay_s))
 
     async def _start_until_loaded(self, slot: Slot, delay_s: float) -> None:
         next_delay_s: float | None = delay_s
         while next_delay_s is not None:
             await self._sleep(next_delay_s)
+            if slot.failure is not None:
+                break
             try:
                 engine = await asyncio.to_thread(self._start)
                 try:
@@ -265,8 +267,8 @@ class EngineSupervisor:
 
     def _delay_after(self, slot: Slot, error: Exception) -> float | None:
         """Return how long to wait before the next attempt to load an engine; None: the slot is lost."""
-        if isinstance(error, PlacementError) and self._engines:  # a node may be added
-            slot.has_place = False
+        slot.has_place = not isinstance(error, NoPlaceError)
+        if not slot.has_place and any(each.has_place and (each.engine or each.starting) for each in self._slots):
             self._deal()  # isolated items go elsewhere
             logger.warning("an engine finds no place, and is tried again in %.0f s: %s", _PLACE_AGAIN_S, error)
             return _PLACE_AGAIN_S
@@ -275,7 +277,10 @@ class EngineSupervisor:
         if delay_s is not None:
             logger.warning("an engine could not be loaded, and is started again: %s", error)
             return delay_s
-        self._lose(slot, self._spent(error) if can_pass else error)
+        # If no engine has found a place, those that would try again later need not wait.
+        waiting = [] if slot.has_place else [each for each in self._slots if not each.has_place and each is not slot]
+        for each in (*waiting, slot):
+            self._lose(each, self._spent(error) if can_pass else error)
         return None
 
     def _spent(self, error: Exception) -> EngineDeadError:

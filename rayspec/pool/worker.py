@@ -21,7 +21,7 @@ from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, 
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import Client, EngineDeadError
-from rayspec.pipeline.placement import PlacementError, gpus_per_shard, remove_orphaned_groups, sized, wants_gpu
+from rayspec.pipeline.placement import NoPlaceError, gpus_per_shard, remove_orphaned_groups, sized, wants_gpu
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError, TransportError
 
@@ -223,7 +223,7 @@ class RemoteEngine:
         try:
             self._place = await asyncio.wait_for(answer(self._actor.place.remote()), self._start_timeout_s)
         except asyncio.TimeoutError:
-            raise PlacementError(
+            raise NoPlaceError(
                 f"no place for an engine within {self._start_timeout_s:.0f} s: add nodes, or lower cpus_per_shard, "
                 "gpus_per_shard or replicas"
             ) from None

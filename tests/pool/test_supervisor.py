@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.placement import PlacementError, ShardEndedError
+from rayspec.pipeline.placement import NoPlaceError, PlacementError, ShardEndedError
 from rayspec.pool.dispatch import EngineKilledError
 from rayspec.pool.supervisor import DrainingError, EngineSupervisor, merged_stats
 from rayspec.pool.worker import NodeLostError
@@ -291,7 +291,7 @@ class TestSeveralEngines:
         async def loading(number: int) -> None:
             if number == 1:
                 await asyncio.sleep(0.01)
-                raise PlacementError("no place") if has_begun else CheckpointError("another reason")
+                raise NoPlaceError("no place") if has_begun else CheckpointError("another reason")
 
         async def run() -> dict[str, Outcome]:
             nonlocal has_begun
@@ -307,6 +307,51 @@ class TestSeveralEngines:
         assert asyncio.run(run()) == self.ALL_DONE
         assert 30.0 in lab.slept_s
         assert len(lab.engines) == 3
+
+    def test_without_a_place_an_engine_is_tried_again_if_others_still_load(self) -> None:
+        async def loading(number: int) -> None:
+            if number == 1:
+                raise NoPlaceError("no place")
+            await until(lambda: 30.0 in lab.slept_s)
+
+        async def run() -> dict[str, Outcome]:
+            supervisor = lab.supervisor(num_engines=2)
+            await supervisor.begin()
+            await until(lambda: is_whole(supervisor))
+            return await lab.run(self.MANY, supervisor)
+
+        lab = Lab(loading=loading)
+        assert asyncio.run(run()) == self.ALL_DONE
+        assert len(lab.engines) == 3
+
+    def test_if_no_engine_has_a_place_that_is_the_error(self) -> None:
+        async def loading(number: int) -> None:
+            raise NoPlaceError("no place")
+
+        async def sleep(seconds: float) -> None:
+            await asyncio.sleep(seconds and 60.0)
+
+        lab = Lab(loading=loading)
+        lab.sleep = sleep  # type: ignore[method-assign]
+        with pytest.raises(NoPlaceError):
+            asyncio.run(asyncio.wait_for(lab.supervisor(num_engines=3).begin(), 20))
+        assert len(lab.engines) == 3
+
+    def test_an_engine_that_finds_a_place_and_fails_there_is_not_started_for_ever(self) -> None:
+        async def loading(number: int) -> None:
+            if number > 1:
+                raise PlacementError("the shards were not ready in time")
+
+        async def run() -> int:
+            supervisor = lab.supervisor(num_engines=2, max_restarts=3)
+            await supervisor.begin()
+            await until(lambda: is_whole(supervisor))
+            return (await supervisor.stats()).num_lost_replicas
+
+        lab = Lab(loading=loading)
+        assert asyncio.run(run()) == 1
+        assert 30.0 not in lab.slept_s
+        assert len(lab.engines) <= 1 + 1 + 3
 
     @pytest.mark.parametrize("num_engines", [1, 2])
     def test_an_engine_whose_shard_ends_during_the_first_start_is_started_again(self, num_engines: int) -> None:
