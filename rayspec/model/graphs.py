@@ -243,7 +243,7 @@ class StepGraphs(StaticStep):
             self._graphs.move_to_end(key)
             graph.replay()
             return
-        self.num_unready += not (self._is_full or self._is_eager(part))
+        self.num_unready += self._may_capture(rows.bucket) and not (self._is_full or self._is_eager(part))
         if self._is_due(key):
             self._capture(part, rows)
         else:

@@ -163,7 +163,9 @@ def test_chunks_of_prompts_are_captured_when_their_bucket_has_run_a_few_times() 
     assert sorted(bucket.num_sequences for bucket in graphs.buckets) == [1, 4]
     assert {graph.num_replays for graph in driver.graphs} == {3}
     for seed in range(12):
+        before = graphs.num_unready
         run(graphs, metadata((90,), seed))
+        assert graphs.num_unready == before, "it will not be faster later"
     assert driver.num_captures == 2 * NUM_PARTS
 
 
