@@ -49,7 +49,7 @@ ToolCallParser = Literal["hermes", "llama3_json", "mistral", "openai", "qwen3_co
 ReasoningParser = Literal["deepseek_r1", "openai_gptoss", "qwen3"]
 # Share of the memory that is free once the model is loaded. Smaller on a CPU, whose memory others use too.
 KV_CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
-MAX_TREE_TOKENS = 64  # of a draft that has branches, over all of them
+MAX_TREE_TOKENS = 62  # of a draft that has branches, over all of them: with the newest token, bits of one int64
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 

@@ -181,7 +181,7 @@ class StepBuffers:
         return (
             bucket.num_rows <= self._max_rows
             and bucket.num_sequences <= self._max_sequences
-            and not (bucket.is_tree and bucket.max_rows > MAX_TREE_ROWS)
+            and max(map(len, metadata.paths), default=0) <= MAX_TREE_ROWS
             and max([span.end for span in spans], default=0) <= self._num_places
             and not max([span.adapter for span in spans], default=0)
             and all(is_paged(runs, PAGE_SIZE) for runs in unknown)
@@ -267,8 +267,8 @@ class StepBuffers:
         _fill(narrow[layout.contexts], contexts, 0)
         if metadata.bucket.is_tree:
             positions, shared, bits = words[layout.positions], narrow[layout.shared], words[layout.bits]
-            _fill(shared, contexts[sequences], 0)
-            _fill(bits, (2 << places - contexts[sequences]) - 1, 0)
+            _fill(shared, places + 1, 0)  # right for chains of any length
+            bits[:] = 0
             for span, paths, end in zip(spans, metadata.paths, ends.tolist(), strict=True):
                 own = slice(end - len(paths), end)
                 positions[own] = [path.position for path in paths]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from rayspec.choices import Keys
+from rayspec.config import MAX_TREE_TOKENS
 from rayspec.model.attention import AttentionKind, pack
 from rayspec.model.kv_cache import PAGE_SIZE, KeyBudget, KeyBudgets, KVCache, LayerShape
-from rayspec.model.rows import RowSpan, Runs, bucket_of, one_run, runs_of_pages, slots_between
+from rayspec.model.rows import MAX_TREE_ROWS, RowSpan, Runs, bucket_of, one_run, runs_of_pages, slots_between
 from rayspec.model.static_rows import BatchMetadata, Staging, StepBuffers
 
 NUM_SLOTS = 256
@@ -31,10 +32,10 @@ def _cache(num_windowed_slots: int = 0) -> KVCache:
     return cache
 
 
-def _buffers(cache: KVCache | None = None) -> StepBuffers:
+def _buffers(cache: KVCache | None = None, max_rows: int = 32) -> StepBuffers:
     cache = cache or _cache()
     return StepBuffers(
-        cache, max_rows=32, max_sequences=4, max_places=128, hidden_size=8, dtype=torch.float32, device=CPU
+        cache, max_rows=max_rows, max_sequences=4, max_places=128, hidden_size=8, dtype=torch.float32, device=CPU
     )
 
 
@@ -156,7 +157,7 @@ def _attend(
     """What the rows saw, in these buffers or as packed rows: [N, H, D]."""
     num_rows = sum(span.num_rows for span in spans)
     torch.manual_seed(1)
-    query, key, value = torch.randn(2, 32, 4), torch.randn(1, 32, 4), torch.randn(1, 32, 4)
+    query, key, value = torch.randn(2, 96, 4), torch.randn(1, 96, 4), torch.randn(1, 96, 4)
     if buffers is not None:
         rows, _ = buffers.hold(_metadata(spans))
         padded = rows.bucket.num_rows
@@ -193,6 +194,22 @@ def test_chains_and_trees_see_what_packed_rows_see(sliding_window: int | None, s
     spans = [RowSpan(one_run(64, 16), 0, 5), tree, RowSpan(runs_of_pages([14, 1, 6], PAGE_SIZE), 20, 9)]
     found, expected = (_attend(cache, spans, "all", kind, each) for each in (_buffers(cache), None))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 5])
+def test_a_chunk_beside_a_tree_sees_what_it_sees_alone(sliding_window: int | None) -> None:
+    """It has more rows than an int64 has bits. A tree of so many rows is refused."""
+    cache, kind = _cache(), AttentionKind(0.5, sliding_window, None)
+    buffers = _buffers(cache, max_rows=96)
+    chunk = RowSpan(runs_of_pages([14, 1, 6, 4, 8, 10], PAGE_SIZE), 5, 80)
+    tree = RowSpan(_long_sequences()[0].runs, 110, 4, TREE)
+    assert buffers.can_hold(_metadata([chunk, tree]))
+    found, expected = (_attend(cache, [chunk, tree], "all", kind, each) for each in (buffers, None))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[:80], _attend(cache, [chunk], "all", kind, buffers)[:80])
+    fits = [buffers.can_hold(_metadata([RowSpan(one_run(64, 96), 5, num, (-1,) * num)])) for num in (63, 64)]
+    assert fits == [True, False]
+    assert MAX_TREE_TOKENS + 1 == MAX_TREE_ROWS, "a full tree and the newest token fit"
 
 
 @pytest.mark.parametrize("parents", [(), TREE])

@@ -59,7 +59,7 @@ def test_text_that_repeats_itself_takes_fewer_rounds() -> None:
 
 def test_the_strategy_makes_room_for_its_tree() -> None:
     config = EngineConfig(model=demo.model_path(), speculation=SpeculationOptions(strategy="lookahead", gate=False))
-    assert config.speculation.num_branch_tokens == 64
+    assert config.speculation.num_branch_tokens == 62
     plan = make_strategy(config, 8, latency_model(4)).choose(state()).plan
     assert plan == PLAN
     assert plan.drafts

@@ -49,8 +49,9 @@ _ROWS = {
     "verify": ((8, 3), MAX_TREE_ROWS),
     "tree": ((7, 4), MAX_TREE_ROWS),
     "chunk": ((80, 9), 80),
+    "tree with a chunk": ((7, 80), 80),
 }
-# By row of a tree, the rows that it sees, as bits.
+# By row of a tree, the rows that it sees, as bits. Later rows are those of a chain.
 _PATHS = (0b1, 0b11, 0b101, 0b1011, 0b10001, 0b100101, 0b1000001)
 
 
@@ -219,10 +220,14 @@ def _attention(one: Attention, kind: str, longest: int, random: Callable[..., Te
     contexts = (min(longest, _MOST_PLACES if kind == "decode" else 1024) - counts[0], 37)
     rows = [(context, row) for count, context in zip(counts, contexts, strict=True) for row in range(count)]
     positions, shared, bits = torch.tensor([context + row for context, row in rows]), None, None
-    if kind == "tree":
-        shared = torch.tensor([context for context, _ in rows], dtype=torch.int32)
-        bits = torch.tensor([_PATHS[row] for _, row in rows])
-        positions = shared.long() + torch.tensor([_PATHS[row].bit_count() - 1 for _, row in rows])
+    if kind.startswith("tree"):
+        paths = [_PATHS[row] if row < len(_PATHS) else 0 for _, row in rows]
+        shared = torch.tensor(
+            [context if path else context + row + 1 for (context, row), path in zip(rows, paths, strict=True)],
+            dtype=torch.int32,
+        )
+        bits = torch.tensor(paths)
+        positions = shared.long() + torch.tensor([path.bit_count() - 1 for path in paths])
     table = torch.randperm(2 * (longest // PAGE_SIZE), generator=torch.Generator().manual_seed(0)) % _NUM_PAGES
     keys, values = random(2, num_kv_heads, _NUM_PAGES * PAGE_SIZE, dim)
     return (

@@ -51,8 +51,9 @@ def attend(
     from row_starts[R] on are padding. contexts: int32 [R], places filled before the rows; row i of a sequence is in
     place contexts[r] + i. positions: int32 or int64 [N]; a row's position is never larger than its place.
 
-    A row sees all places up to its own. In a tree (shared: int32 [N]; bits: int64 [N]; at most 63 rows per sequence) it
-    sees only the first shared[row] <= contexts[r] of them, and contexts[r] + j if bit j of bits[row] is set.
+    A row sees all places up to its own. With shared, int32 [N], and bits, int64 [N], it sees only the first shared[row]
+    of them, and contexts[r] + j if bit j of bits[row] is set. Bits are for the rows of a tree, at most 63 per sequence:
+    a row of a chain has shared[row] = its place + 1, and no bits.
     window: if not 0, a row at position p sees only places of position > p - window; the position of a place of the
     context is its number. softcap: if not 0, scores are softcap * tanh(score / softcap).
 
@@ -78,8 +79,8 @@ def attend(
             own = context + row - first
             seen = places <= own
             if shared is not None and bits is not None:
-                seen[int(shared[row]) : context] = False
-                seen[context : own + 1] = int(bits[row]) >> torch.arange(own + 1 - context) & 1 == 1
+                marked = int(bits[row]) >> (places - context).clamp(0, 63) & 1 == 1
+                seen &= (places < shared[row]) | (places >= context) & marked
             if window:
                 seen &= position_of_place > positions[row] - window
             output[row] = _mixed(query[row], keys[:, slots[seen]], values[:, slots[seen]], scaling, softcap)

@@ -112,9 +112,10 @@ def _trees(sequences: Sequence[Rows], num_padding: int) -> dict[str, Tensor | No
     positions = torch.tensor([path.position for _, path in paths] + none)
     if not any(rows.parents for rows in sequences):
         return {"positions": positions, "shared": None, "bits": None}
-    bits = [sum(1 << (place - rows.context) for place in path.own) for rows, path in paths]
+    bits = [sum(1 << (place - rows.context) for place in path.own if rows.parents) for rows, path in paths]
+    shared = [path.shared if rows.parents else path.position + 1 for rows, path in paths]
     return {
         "positions": positions,
-        "shared": torch.tensor([path.shared for _, path in paths] + none, dtype=torch.int32),
+        "shared": torch.tensor(shared + none, dtype=torch.int32),
         "bits": torch.tensor(bits + none),
     }

@@ -111,10 +111,12 @@ def test_heads_of_any_size(dim: int, bucket: tuple[int, int], dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 50])
-def test_chunks_of_prompts(window: int, dtype: torch.dtype) -> None:
-    """More rows than a tile, beside a decode."""
+@pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
+def test_chunks_of_prompts(parents: tuple[int, ...], window: int, dtype: torch.dtype) -> None:
+    """More rows than a tile, beside a decode and a verify."""
     lengths = ((40, 100), (0, 128), (77, 1))
     sequences = [random_rows(context, rows, heads=(2, 1), dtype=dtype) for context, rows in lengths]
+    sequences.append(random_rows(60, 7, parents=parents, heads=(2, 1), dtype=dtype))
     _agree(sequences, bucket=CHUNK, window=window)
 
 

@@ -97,14 +97,20 @@ def test_a_cache_that_is_written_wrongly_is_found(monkeypatch: pytest.MonkeyPatc
     assert "rotate_and_write computes something else" in (find_fault(SHAPES).fault or "")
 
 
-@pytest.mark.parametrize("kind", ["decode", "verify", "tree", "chunk"])
+@pytest.mark.parametrize("kind", ["decode", "verify", "tree", "chunk", "tree with a chunk"])
 def test_each_kind_of_pass_is_tried(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk may need more shared memory than there is, though a decode fits."""
     launch = launches.attend
 
     def too_large(*args: Any) -> Any:
         query, bits, max_rows = args[0], args[8], args[13]
-        is_kind = {"decode": max_rows == 1, "tree": bits is not None, "chunk": max_rows > 64}
+        is_small, is_tree = max_rows <= 64, bits is not None
+        is_kind = {
+            "decode": max_rows == 1,
+            "tree": is_tree and is_small,
+            "chunk": not is_tree and not is_small,
+            "tree with a chunk": is_tree and not is_small,
+        }
         if is_kind.get(kind, len(query) == 11 and bits is None):
             raise OutOfResources(81920, 65536, "shared memory")
         return launch(*args)
