@@ -159,7 +159,7 @@ MAX_TREE_ROWS = 63
 # Above so many places, and at each doubling of these, splits become longer.
 MOST_SPLITS, LEAST_SPLIT_LENGTH = 64, 256
 SPLIT_BORDER = MOST_SPLITS * LEAST_SPLIT_LENGTH
-_MAX_PADDED_ROWS = 512
+MAX_PADDED_ROWS = 512
 
 
 class Bucket(NamedTuple):
@@ -211,7 +211,7 @@ def padded_rows(num_rows: int) -> int:
 
     Numbers above 512 stay as they are.
     """
-    if num_rows > _MAX_PADDED_ROWS:
+    if num_rows > MAX_PADDED_ROWS:
         return num_rows
     if num_rows <= 8:
         return power_of_two(num_rows)

@@ -19,7 +19,7 @@ from rayspec.model.cuda.operations import attend, rotate_and_write
 from rayspec.model.few_keys import few_pages
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, whole_pages
 from rayspec.model.matrices import RmsNorm
-from rayspec.model.rows import MAX_TREE_ROWS, Bucket, Path, RowSpan, Runs, is_paged
+from rayspec.model.rows import MAX_PADDED_ROWS, MAX_TREE_ROWS, Bucket, Path, RowSpan, Runs, is_paged
 
 # The keys that rows in these buffers can read.
 STATIC_KEYS: Final[tuple[Keys, ...]] = ("all", "window")
@@ -169,8 +169,7 @@ class StepBuffers:
         self._table = _BlockTable(max_sequences, self._num_places, device)
         self._windowed_table = _BlockTable(max_sequences, self._num_places, device) if cache.windowed_layers else None
         self._residual = torch.zeros(1, max_rows, hidden_size, dtype=dtype, device=device)
-        self._rows: dict[Bucket, StaticRows] = {}
-        self._layouts: dict[Bucket, _Layout] = {}
+        self._rows: dict[Bucket, tuple[_Layout, StaticRows]] = {}
         self._held: BatchMetadata | None = None
         self._ropes: dict[str, tuple[Tensor, ...]] = {}  # by layer type, [1, max_rows, rotary] each
 
@@ -191,20 +190,23 @@ class StepBuffers:
         """Write the pass to the buffers if it is not there. Return its rows, and whether they were written now."""
         bucket = metadata.bucket
         if bucket not in self._rows:
-            self._layouts[bucket] = _Layout(bucket)
-            self._rows[bucket] = self._views(bucket)
+            for other in [each for each in self._rows if each.num_rows > MAX_PADDED_ROWS]:  # they rarely come back
+                del self._rows[other]
+            layout = _Layout(bucket)
+            self._rows[bucket] = layout, self._views(bucket, layout)
+        layout, rows = self._rows[bucket]
         is_new = self._held is not metadata
         if is_new:
             self._held = None  # until all of it is there
             self._table.write([span.runs for span in metadata.spans])
             if self._windowed_table is not None:
                 self._windowed_table.write([span.windowed for span in metadata.spans])
-            self._numbers.upload(self._layouts[bucket].num_words, partial(self._write, metadata))
-            self._rows[bucket].forget_few()
+            self._numbers.upload(layout.num_words, partial(self._write, metadata, layout))
+            rows.forget_few()
             if isinstance(metadata.token_ids, Tensor):
-                self._rows[bucket].tokens[: len(metadata.token_ids)].copy_(metadata.token_ids)
+                rows.tokens[: len(metadata.token_ids)].copy_(metadata.token_ids)
             self._held = metadata
-        return self._rows[bucket], is_new
+        return rows, is_new
 
     def keep_rope(self, rows: StaticRows) -> None:
         """Copy `rows.rope` to buffers with fixed addresses, which all passes share."""
@@ -221,10 +223,10 @@ class StepBuffers:
         are not in the residual's buffer."""
         if self._held is None or hidden.data_ptr() != self._residual.data_ptr():
             return None
-        return self._rows[self._held.bucket].residual
+        return self._residual[:, : self._held.bucket.num_rows]
 
-    def _views(self, bucket: Bucket) -> StaticRows:
-        layout, words, narrow = self._layouts[bucket], self._numbers.buffer, self._numbers.buffer.view(torch.int32)
+    def _views(self, bucket: Bucket, layout: _Layout) -> StaticRows:
+        words, narrow = self._numbers.buffer, self._numbers.buffer.view(torch.int32)
         sequences = slice(bucket.num_sequences)
         views = StaticRows(
             bucket=bucket,
@@ -249,9 +251,9 @@ class StepBuffers:
         )
         return views
 
-    def _write(self, metadata: BatchMetadata, words: _Integers) -> None:
+    def _write(self, metadata: BatchMetadata, layout: _Layout, words: _Integers) -> None:
         """Write the integers of the pass to `words`, on the host."""
-        layout, spans, narrow = self._layouts[metadata.bucket], metadata.spans, words.view(np.int32)
+        spans, narrow = metadata.spans, words.view(np.int32)
         sizes = np.array([(span.num_rows, span.context) for span in spans], np.int64).reshape(-1, 2)
         lengths, contexts = sizes[:, 0], sizes[:, 1]
         ends, sequences = lengths.cumsum(), np.arange(len(spans)).repeat(lengths)

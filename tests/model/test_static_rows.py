@@ -64,6 +64,19 @@ def test_a_pass_is_uploaded_once_and_again_after_another_one() -> None:
     assert (rows.contexts.tolist(), rows.block_table[0, :3].tolist()) == ([3], [7, 2, 3])
 
 
+def test_buckets_that_rarely_come_back_are_not_kept() -> None:
+    """The rows of chunks above 512 are not padded, so nearly each would stay."""
+    cache = KVCache({0: LayerShape(1, 4, 4)}, 1024, dtype=torch.float32, device=CPU, num_spare=1)
+    options: Any = {"hidden_size": 8, "dtype": torch.float32, "device": CPU}
+    buffers = StepBuffers(cache, max_rows=1024, max_sequences=4, max_places=1024, **options)
+    long = [_metadata([RowSpan(one_run(0, 1024), 0, num)]) for num in range(513, 533)]
+    for metadata in (_metadata([RowSpan(one_run(0, 1024), 0, 9)]), *long, long[3]):
+        rows, _ = buffers.hold(metadata)
+    assert {bucket.num_rows for bucket in buffers._rows} == {16, 516}
+    assert rows.slots.tolist() == list(range(516))
+    assert buffers.hold(long[3])[0] is rows
+
+
 def test_rows_beyond_the_pages_of_their_sequence_are_refused() -> None:
     """Also where a sequence with more pages was before it."""
     buffers = _buffers()
