@@ -89,7 +89,8 @@ class Grammars:
     """Compiles forms for the tokens of one model, on threads of its own, and keeps the latest. Any thread may use it.
 
     tokenizer: function that loads the tokenizer when the first form is compiled; it returns None if there is none.
-    vocab_size: number of logits. patience_s: see `Constraint`.
+    vocab_size: number of logits. patience_s: see `Constraint`. fast: threads that follow forms; slow: those of slow
+    forms, which come after everything else that the machine has to do.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class Grammars:
         self._marks: dict[str, int] = {}  # the tokens around reasoning, once there is a tokenizer
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
         self._threads, self._patient = _FairThreads(_NUM_THREADS), _FairThreads(1)
-        self._patience_s = patience_s
-        self._lanes = Lanes()
+        self.patience_s = patience_s
+        self.fast = ThreadPoolExecutor(2 * _NUM_THREADS, thread_name_prefix="rayspec-masks")
+        self.slow = ThreadPoolExecutor(_NUM_THREADS, "rayspec-slow-masks", _yield_to_others)
 
     def compiled(
         self, form: StructuredOutputsParams, is_wanted: Callable[[], bool] = lambda: True, owner: str = ""
@@ -134,12 +136,10 @@ class Grammars:
 
     def constraint(self, form: StructuredOutputsParams, num_prompt_tokens: int) -> Constraint:
         """Return the state of a new sequence, whose first mask is made when the form is compiled."""
-        return Constraint(
-            self.compiled(form), num_prompt_tokens, self._lanes, self._patience_s,
-            partial(self._forget, form), partial(self._renewed, form),
-        )  # fmt: skip
+        return Constraint(self, form, num_prompt_tokens)
 
-    def _forget(self, form: StructuredOutputsParams) -> None:
+    def forget(self, form: StructuredOutputsParams) -> None:
+        """Keep the form for no later request."""
         with self._lock:
             self._kept.pop(form, None)
 
@@ -206,7 +206,7 @@ class Grammars:
         initial = first if mask_s < _PATIENCE_S else matcher
         return CompiledForm(grammar, initial, mask, mask_s, num_bytes, is_light, tuple(tokenizer.eos_tokens))
 
-    def _renewed(self, form: StructuredOutputsParams, full: CompiledForm) -> Future[CompiledForm]:
+    def renewed(self, form: StructuredOutputsParams, full: CompiledForm) -> Future[CompiledForm]:
         """Return the form with a lexer for one sequence alone. The form whose lexer is full is kept for no other."""
         from llguidance import LLMatcher  # noqa: PLC0415
 
@@ -236,14 +236,6 @@ class Grammars:
             return self._tokenizer
 
 
-class Lanes:
-    """The threads that follow forms; those of slow forms come after everything else that the machine has to do."""
-
-    def __init__(self) -> None:
-        self.fast = ThreadPoolExecutor(2 * _NUM_THREADS, thread_name_prefix="rayspec-masks")
-        self.slow = ThreadPoolExecutor(_NUM_THREADS, "rayspec-slow-masks", _yield_to_others)
-
-
 def _yield_to_others() -> None:
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -256,20 +248,10 @@ class Constraint:
     committed tokens, which is there once it `is_ready`. error: why the output has lost its form; "" while it has not.
     """
 
-    def __init__(
-        self,
-        compiled: Future[CompiledForm],
-        num_prompt_tokens: int,
-        lanes: Lanes,
-        patience_s: float = _PATIENCE_S,
-        on_slow: Callable[[], None] = lambda: None,
-        renewed: Callable[[CompiledForm], Future[CompiledForm]] | None = None,
-    ) -> None:
-        """on_slow: called after work on a form that is slow. renewed: returns the form with a lexer that is empty."""
+    def __init__(self, grammars: Grammars, form: StructuredOutputsParams, num_prompt_tokens: int) -> None:
         self.error = ""
-        self._compiled, self._on_slow, self._renewed = compiled, on_slow, renewed
+        self._grammars, self._form, self._compiled = grammars, form, grammars.compiled(form)
         self._num_at_renewal = -1  # the committed tokens of the output when it got a lexer of its own
-        self._lanes, self._patience_s = lanes, patience_s
         self._num_read = num_prompt_tokens
         # Work on the state, in order; each with how many tokens are followed after it.
         self._todo: deque[tuple[Callable[[], None], int]] = deque([(self._take_first, num_prompt_tokens)])
@@ -285,7 +267,7 @@ class Constraint:
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
         self._failures: dict[tuple[int, ...], str] = {}
         self._forced: list[int] = []
-        compiled.add_done_callback(lambda _: self._work())
+        self._compiled.add_done_callback(lambda _: self._work())
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -305,7 +287,7 @@ class Constraint:
     def wait(self, at_most_s: float | None = None) -> bool:
         """Wait until it is ready, by default until its work has taken `patience_s`. Return whether it is."""
         with self._changed:
-            left_s = self._since_s + self._patience_s - time.perf_counter() if at_most_s is None else at_most_s
+            left_s = self._since_s + self._grammars.patience_s - time.perf_counter() if at_most_s is None else at_most_s
             return self._changed.wait_for(lambda: not self._todo, max(0.0, left_s))
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
@@ -382,7 +364,7 @@ class Constraint:
         if self._is_light and not self.is_slow:  # another thread would cost more than the work
             self._work()
         else:
-            (self._lanes.slow if self.is_slow else self._lanes.fast).submit(self._work)
+            (self._grammars.slow if self.is_slow else self._grammars.fast).submit(self._work)
 
     def _work(self) -> None:
         try:
@@ -392,7 +374,7 @@ class Constraint:
         except BaseException as error:  # noqa: BLE001 - a panic of llguidance
             self.error = self.error or f"structured_outputs: {without_state(str(error))}"
         if self.is_slow:
-            self._on_slow()
+            self._grammars.forget(self._form)
         with self._changed:
             self._num_followed = self._todo.popleft()[1]
             self._changed.notify_all()
@@ -506,10 +488,11 @@ class Constraint:
     def _renew(self) -> bool:
         """Begin anew with a lexer of this sequence alone: that of all may be full. Return whether that may help: not
         twice without a committed token."""
-        if self._renewed is None or self._num_at_renewal == len(self._consumed):
+        if self._num_at_renewal == len(self._consumed):
             return False
         self._num_at_renewal = len(self._consumed)
-        self._compiled, self._current = self._timed(self._renewed, self._compiled.result()), None
+        self._compiled = self._timed(self._grammars.renewed, self._form, self._compiled.result())
+        self._current = None
         return True
 
     def _state(self) -> LLMatcher | None:

@@ -560,7 +560,7 @@ def test_a_late_mask_holds_up_its_own_sequence_only() -> None:
             engine.add(Request(request_id=str(at), params=params, prompt_token_ids=prompt))
         early: dict[str, RequestOutput] = {}
         if are_late:
-            for lane in (engine.model.grammars._lanes.fast, engine.model.grammars._lanes.slow):
+            for lane in (engine.model.grammars.fast, engine.model.grammars.slow):
                 for _ in range(lane._max_workers):
                     lane.submit(event.wait)
             early = _run(engine, until=lambda done: "2" in done)
@@ -604,11 +604,11 @@ def test_a_collection_of_garbage_is_not_time_of_the_form() -> None:
 def test_drafts_whose_masks_are_late_are_dropped(plain: dict[float, list[tuple[str, str | None]]]) -> None:
     with LLM(shallow_demo(), speculation={"strategy": "static", "skip": [3, 4]}, **OPTIONS) as llm:
         assert llm.engine is not None
-        llm.engine.model.grammars._patience_s = 0.0
+        llm.engine.model.grammars.patience_s = 0.0
         prompts = [{"prompt_token_ids": one} for one in demo_prompts(len(SCHEMAS), 2)]
         outputs = llm.generate(prompts[:3], _asked(0.8)[:3], use_tqdm=False)
         stats = llm.stats
-        lane, unlike = llm.engine.model.grammars._lanes.fast, StructuredOutputsParams(regex="([xyz]{2} ){3}")
+        lane, unlike = llm.engine.model.grammars.fast, StructuredOutputsParams(regex="([xyz]{2} ){3}")
         lane.submit = lambda work, submit=lane.submit: submit(lambda: (time.sleep(0.03), work()))  # type: ignore[method-assign]
         params = SamplingParams(temperature=0, max_tokens=16, structured_outputs=unlike)
         (other,) = llm.generate(prompts[:1], params, use_tqdm=False)
@@ -628,9 +628,9 @@ def test_whatever_was_chosen_without_a_mask_is_dropped_and_what_follows_too() ->
         sampler = sampler_of(params, logits.shape[1])
         sampler.constraint = constraint = grammars.constraint(form, 0)
         assert constraint.wait(60)
-        constraint._patience_s = 0.0 if is_late else 60.0
+        grammars.patience_s = 0.0 if is_late else 60.0
         event = threading.Event()
-        for lane in (grammars._lanes.fast, grammars._lanes.slow) if is_late else ():
+        for lane in (grammars.fast, grammars.slow) if is_late else ():
             for _ in range(lane._max_workers):
                 lane.submit(event.wait)
         row = Rows(sampler, 0, [a, wrong, a])
