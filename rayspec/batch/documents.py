@@ -176,7 +176,7 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
         return row
     text, problem = "", "there is none; scanned pages need text recognition first"
     try:
-        text = _extractor.text(*document)
+        text = _extractor.answer(*document)
     except ValueError as error:
         problem = str(error)
     if not text.strip():

@@ -224,7 +224,7 @@ _templates = Sandbox(most_s=5, most_bytes=2**30)
 def _names(template: str) -> list[str]:
     """Return the names of the columns of a template. Raises ConfigError."""
     try:
-        return _templates.names(template)
+        return list(_templates.answer("names", template))
     except ValueError as error:
         raise ConfigError(f"option 'prompt_template' cannot be compiled: {error}") from None
 
@@ -232,7 +232,7 @@ def _names(template: str) -> list[str]:
 def _rendered(template: str, row: Mapping[str, Any], source: str) -> str:
     values = {name: row[name] for name in _names(template) if name in row}
     try:
-        text = _templates.rendered(template, values)
+        text = str(_templates.answer("rendered", template, values))
     except KeyError as error:
         problem = f"{source}: option 'prompt_template': {error.args[0]}; {_present(row)}"
         raise InputFileError(problem, MISSING_COLUMN) from None

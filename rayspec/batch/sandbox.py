@@ -49,20 +49,10 @@ class Sandbox:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def text(self, suffix: str, content: bytes) -> str:
-        """Return the text of a PDF, Word or HTML file. Raises ValueError."""
-        return str(self._answer(suffix, content))
-
-    def rendered(self, template: str, values: dict[str, Any]) -> str:
-        """Return the text of a template. Raises KeyError for a value that is not there, and ValueError for any other
-        problem."""
-        return str(self._answer("rendered", template, values))
-
-    def names(self, template: str) -> list[str]:
-        """Return the names of the values that a template uses. Raises ValueError for a text that is no template."""
-        return list(self._answer("names", template))
-
-    def _answer(self, *request: Any) -> Any:
+    def answer(self, *request: Any) -> Any:
+        """Return the text of a PDF, Word or HTML file: (suffix, bytes); the text of a template: ("rendered", template,
+        values by name); or the names of the values that a template uses: ("names", template). Raises KeyError for a
+        value that is not there, and ValueError for any other problem."""
         with self._lock:
             if self._process is None:
                 self._process = subprocess.Popen(  # noqa: S603 - this file; signals to a job's group do not end it

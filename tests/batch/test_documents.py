@@ -483,7 +483,7 @@ def test_documents_of_other_programs_are_their_texts_and_a_bad_one_is_one_bad_ro
 def test_the_time_of_a_text_is_not_that_of_those_before_it() -> None:
     sandbox, template = Sandbox(most_s=1, most_bytes=2**30), "{% for _ in range(99999) %}{% for _ in range(9) %}"
     for _ in range(7):  # a third of a second each
-        assert sandbox.rendered(f"{template}{{% endfor %}}{{% endfor %}}x", {}) == "x"
+        assert sandbox.answer("rendered", f"{template}{{% endfor %}}{{% endfor %}}x", {}) == "x"
 
 
 @pytest.mark.parametrize("algorithm", ["RC4-128", "AES-256"])
@@ -518,13 +518,13 @@ def test_a_document_that_takes_too_long_is_one_bad_row(tmp_path: Path, monkeypat
 def test_a_word_file_takes_little_memory_whatever_it_unpacks_to() -> None:
     content = docx(paragraph("<w:t>One</w:t>") + "<w:p/>" * 10**6)
     assert len(content) < 20_000
-    assert Sandbox(most_s=60, most_bytes=2**26).text(".docx", content) == "One\n" + "\n" * 10**6
+    assert Sandbox(most_s=60, most_bytes=2**26).answer(".docx", content) == "One\n" + "\n" * 10**6
 
 
 @pytest.mark.parametrize("begun", ["</", "<!--", "<!", "<?", "<a ", "<a x='", "<script>", "<!doctype "])
 def test_tags_without_an_end_take_no_more_time_than_other_text(begun: str) -> None:
     content = f"<p>fish &amp; chips{begun * (2**21 // len(begun))}".encode()
-    assert Sandbox(most_s=10, most_bytes=2**30).text(".html", content) == "fish & chips"
+    assert Sandbox(most_s=10, most_bytes=2**30).answer(".html", content) == "fish & chips"
 
 
 def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tmp_path: Path) -> None:
