@@ -67,12 +67,12 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response as HTTP would have returned it. body: {"error": ...}; or a ChatCompletion, a Completion or a Response
-    as JSON, because many log-probabilities take ten times as much memory in plain types."""
+    """A response as HTTP would have returned it. body: {"error": ...}, a ChatCompletion, a Completion or a Response. It
+    is JSON, because many log-probabilities take ten times as much memory in plain types."""
 
     status_code: int
     request_id: str
-    body: Any
+    body: msgspec.Raw
 
 
 class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +93,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
         """The code of the error; None for a line that did not fail."""
         if self.response is None or not self.failed:
             return None if self.error is None else self.error.code
-        error = self.response.body.get("error", {})
+        error = msgspec.json.decode(self.response.body).get("error", {})
         return str(error.get("code") or error.get("type") or self.response.status_code)
 
     def json_line(self) -> str:
@@ -123,8 +123,8 @@ class BatchLine:
     def id(self) -> str:
         return f"batch_req_{self.digest}"
 
-    def result(self, status_code: int, body: Any) -> BatchResult:
-        response = BatchResponse(status_code=status_code, request_id=f"req_{self.digest}", body=body)
+    def result(self, status_code: int, body: bytes) -> BatchResult:
+        response = BatchResponse(status_code=status_code, request_id=f"req_{self.digest}", body=msgspec.Raw(body))
         return BatchResult(id=self.id, custom_id=self.custom_id, response=response)
 
     def unanswered(self, code: str, message: str) -> BatchResult:
@@ -198,13 +198,13 @@ async def answer(
         response = await respond(request, engine, served, name=line.digest, **options)
     except RequestError as error:
         failure = ApiError.of(error)
-        return line.result(failure.status, failure.body)
+        return line.result(failure.status, json_body(failure))
     except RayspecError:
         raise
     except Exception:  # a fault of ours is one line's, too
         _logger.exception("line %s failed", line.custom_id)
-        return line.result(INTERNAL.status, INTERNAL.body)
-    return line.result(200, msgspec.Raw(json_body(response)))
+        return line.result(INTERNAL.status, json_body(INTERNAL))
+    return line.result(200, json_body(response))
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
 from rayspec.openai.protocol import ApiError, InvalidRequestError
+from rayspec.openai.responses import json_body
 from rayspec.serve.access import BUSY, Places, Refused
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.calls import Deadline, fetch
@@ -231,7 +232,7 @@ class BatchRun:
                     if not isinstance(found, ApiError):
                         break
         self._num_characters -= len(line.text)
-        result = line.result(found.status, found.body) if isinstance(found, ApiError) else found
+        result = line.result(found.status, json_body(found)) if isinstance(found, ApiError) else found
         self._answered.add(result.id)
         self._num_failed += result.failed
         self._unsaved.append(result.json_line().encode())

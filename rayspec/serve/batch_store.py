@@ -51,17 +51,6 @@ _MOST_BATCHES, _FEW_BATCHES, _MOST_FILES = 100, 20, 10_000
 T = TypeVar("T")
 
 
-class _Status(msgspec.Struct):
-    status_code: int
-
-
-class _Outcome(msgspec.Struct):
-    """What the store reads of a result, which may take a hundred megabytes if all of it is read."""
-
-    id: str
-    response: _Status | None
-
-
 @dataclass(frozen=True, slots=True)
 class BatchStore:
     """Files and batches in a folder. All methods block, and raise OSError where the store fails. Unknown and malformed
@@ -226,13 +215,13 @@ class BatchStore:
             with part.open() as file:
                 for line in file:
                     try:
-                        row = msgspec.json.decode(line, type=_Outcome)
+                        row = msgspec.json.decode(line, type=BatchResult)
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                         self._report(part, error)
                         continue
                     if row.id not in seen:
                         seen.add(row.id)
-                        yield row.id, row.response is None or row.response.status_code != 200, line
+                        yield row.id, row.failed, line
 
     def output_file_id(self, batch_id: str, kind: Literal["output", "errors"]) -> str:
         """Return the same id each time, so that a batch that is finished twice has one file of each kind."""

@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from rayspec.batch.batch_task import answered, read_requests, write_answers
@@ -23,8 +22,8 @@ def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
     asked = input_row("x", source="x", text=json.dumps({"custom_id": "c"}))
     line = BatchLine(digest="d", custom_id="a", url="/v1/completions", model=None, text="{}")
     usage = {"usage": {"prompt_tokens": 5, "completion_tokens": 7}}
-    good = answered(asked, line.result(200, msgspec.Raw(json.dumps(usage).encode())))
-    bad = answered(asked, line.result(400, {"error": {"code": None, "type": "invalid_request_error"}}))
+    good = answered(asked, line.result(200, json.dumps(usage).encode()))
+    bad = answered(asked, line.result(400, b'{"error": {"code": null, "type": "invalid_request_error"}}'))
     gone = Row(id="x", finish_reason="error", error_kind="stage_lost", error="gone")
     assert (good.num_prompt_tokens, good.num_output_tokens, good.finish_reason, good.error_kind) == (5, 7, "stop", None)
     assert (bad.num_prompt_tokens, bad.finish_reason, bad.error_kind) == (0, "error", "invalid_request_error")

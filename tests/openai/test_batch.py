@@ -39,7 +39,7 @@ def request(custom_id: str = "a", url: str = TEXT_URL, **body: Any) -> BatchLine
 
 def body_of(result: BatchResult) -> Any:
     assert result.response is not None
-    return result.response.body
+    return json.loads(bytes(result.response.body))
 
 
 def error_of(result: BatchResult) -> official.ErrorObject:
@@ -79,8 +79,7 @@ def test_a_bad_line_is_reported(
 
 
 def _ids(lines: Sequence[bytes], source: str) -> list[str]:
-    found = read(*lines, source=source)
-    return [one.id if isinstance(one, BatchResult) else one.result(200, {}).id for one in found]
+    return [one.id for one in read(*lines, source=source)]
 
 
 def test_ids_depend_on_the_file_and_the_custom_id_only() -> None:

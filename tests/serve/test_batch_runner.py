@@ -54,7 +54,7 @@ def batch_of(store: BatchStore, lines: Iterable[bytes]) -> Batch:
 
 async def answered(line: BatchLine) -> BatchResult:
     await asyncio.sleep(0)
-    return line.result(400 if line.custom_id.startswith("bad") else 200, {"text": line.custom_id})
+    return line.result(400 if line.custom_id.startswith("bad") else 200, json.dumps({"text": line.custom_id}).encode())
 
 
 def run_of(store: BatchStore, batch: Batch, answer: Answer = answered) -> BatchRun:
@@ -325,7 +325,7 @@ def test_long_lines_are_read_as_they_run(store: BatchStore, monkeypatch: pytest.
         await asyncio.wait_for(is_full.wait(), timeout=60)
         await asyncio.sleep(0.005)
         under_way -= 1
-        return line.result(200, {"text": "z" * 2**15})
+        return line.result(200, b'{"text": "%s"}' % (b"z" * 2**15))
 
     tracemalloc.start()
     asyncio.run(run_of(store, batch, slowly).run())
@@ -338,9 +338,10 @@ def test_long_lines_are_read_as_they_run(store: BatchStore, monkeypatch: pytest.
 
 def test_of_a_large_result_little_is_read(store: BatchStore) -> None:
     batch = new_batch(store, NAMES[:1])
-    store.add_results(batch.id, [b'{"id":"a","response":{"status_code":200,"body":[%s{}]}}\n' % (b"{}," * 100_000)])
+    line = BatchLine(digest="a", custom_id="a", url="/v1/completions", model=None, text="")
+    store.add_results(batch.id, [line.result(200, b"[%s{}]" % (b"{}," * 100_000)).json_line().encode()])
     tracemalloc.start()
-    assert [(name, failed) for name, failed, _ in store.results(batch.id)] == [("a", False)]
+    assert [(name, failed) for name, failed, _ in store.results(batch.id)] == [(line.id, False)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 4 * 2**20
