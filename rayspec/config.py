@@ -491,6 +491,14 @@ class ParallelOptions(Options):
     def num_cohorts(self) -> int:
         return self.cohorts or (2 * self.stages if self.stages > 1 else 1)
 
+    @property
+    def num_cpus(self) -> float:
+        """Ray CPUs that all shards reserve, with one for the owner of each replica's shards. 0 where replicas have no
+        shards: they take the CPUs that there are."""
+        if self.replicas > 1 and self.stages * self.tensor == 1:
+            return 0.0
+        return self.replicas * (1 + self.stages * self.tensor * self.cpus_per_shard)
+
 
 class OffloadOptions(Options):
     """Weights that do not fit the device stay in CPU memory or on disk and are fetched whenever they are needed.

@@ -260,7 +260,7 @@ class LLM:
         client: Client
         logger.warning("starting processes for the model through Ray, which takes 15 s or more")
         with ExitStack() as resources:
-            resources.enter_context(ray_session())
+            resources.enter_context(ray_session(config.parallel.num_cpus if config.parallel is not None else 0))
             if config.parallel is None or config.parallel.replicas == 1:
                 client = EngineLoop(load_pipeline(config))
             else:

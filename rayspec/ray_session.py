@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import signal
@@ -41,8 +42,11 @@ class ClusterLostError(RayspecError):
 
 
 @contextmanager
-def ray_session() -> Iterator[None]:
+def ray_session(num_cpus: float = 0) -> Iterator[None]:
     """Attach to RAY_ADDRESS if it is set; otherwise start Ray here and stop it at the end.
+
+    num_cpus: CPUs that shards reserve (`ParallelOptions.num_cpus`). A private cluster has them, and one more: a
+    reservation that can never be met would wait for `start_timeout_s`.
 
     A private cluster gets a token of its own, so that nobody else on the machine can use it and no token is left in the
     home folder. Ray reads the token once, so it stays in this process's environment.
@@ -55,7 +59,7 @@ def ray_session() -> Iterator[None]:
         return
     try:
         with _signals_wait():
-            _start()
+            _start(num_cpus)
         with _watching():
             yield
     finally:
@@ -66,7 +70,7 @@ def ray_session() -> Iterator[None]:
                 os.kill(process, signal.SIGKILL)
 
 
-def _start() -> None:
+def _start(num_cpus: float) -> None:
     if (address := os.environ.get("RAY_ADDRESS")) is not None:
         try:
             ray.init(logging_level=logging.WARNING)
@@ -80,10 +84,10 @@ def _start() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
     # Ray's default of 15 leaves its workers, and so our engines, 2 % of a core that another program wants, too.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    num_cpus = max(_MIN_LOCAL_CPUS, num_cores())
+    num_local = max(_MIN_LOCAL_CPUS, num_cores(), math.ceil(num_cpus) + 1)
     try:
         with _own_groups():
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, logging_level=logging.ERROR)
+            ray.init(address="local", num_cpus=num_local, include_dashboard=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises this very class if its processes are too slow
         raise ClusterStartError(
             f"Ray could not start on this machine ({error}): remove the cause, or try again when the machine has less "

@@ -15,9 +15,10 @@ import ray
 from ray._private import services, utils, worker
 
 from rayspec.batch.ray_backend import idle_gpus
-from rayspec.config import EngineConfig
+from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.machine import num_cores
 from rayspec.pipeline.placement import sized
-from rayspec.ray_session import _own_groups, _signals_wait
+from rayspec.ray_session import _own_groups, _signals_wait, _start
 from rayspec.serve.app import with_sizes
 from rayspec.serve.options import ServeOptions
 from tests.exhaustive import few_of
@@ -211,3 +212,23 @@ def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
     idle = [idle_gpus(EngineConfig(model="m", parallel=parallel)) for parallel in layouts]
     assert idle == [told.format(1, 4), told.format(2, 2), told.format(3.5, 8), None]
     assert idle_gpus(engines[1]) is None
+
+
+@pytest.mark.parametrize(
+    ("parallel", "least"),
+    [
+        (ParallelOptions(stages=20, tensor=2), 42),
+        (ParallelOptions(stages=20, replicas=2, cpus_per_shard=0.5), 23),
+        (ParallelOptions(replicas=64), 4),  # replicas without shards share what there is
+    ],
+)
+def test_a_private_cluster_has_the_cpus_that_shards_reserve(
+    monkeypatch: pytest.MonkeyPatch, parallel: ParallelOptions, least: int
+) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_worker_niceness"):
+        monkeypatch.setenv(name, "0")
+    _start(parallel.num_cpus)
+    assert given["num_cpus"] == max(least, num_cores())

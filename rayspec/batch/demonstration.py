@@ -91,7 +91,7 @@ def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, b
     rows: dict[Strategy, dict[str, Row]] = {strategy: {} for strategy in _FOLDERS}
     stats: dict[Strategy, EngineStats] = {}
     files = find_files([str(output / "documents")]).files
-    with backend.session():  # one Ray for both jobs
+    with backend.session(None):  # one Ray for both jobs
         for number, (strategy, folder) in enumerate(_FOLDERS.items(), start=3):
             say(f"[{number}/4] {len(documents)} documents with {'plain decoding' if strategy == 'ar' else strategy}")
             engine = EngineConfig(

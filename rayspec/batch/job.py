@@ -35,7 +35,7 @@ from rayspec.batch.rows import Columns, Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import FileFormat, RunFolder, output_places
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
 from rayspec.command.terminal import EXIT_TERMINATED, error_console, exit_on_sigterm, say
-from rayspec.config import DType, Options
+from rayspec.config import DType, Options, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError, LoopThread
 from rayspec.types import ConfigError, EngineStats, InputFileError, RayspecError, RequestError
 
@@ -207,8 +207,8 @@ def compared(scan: Scan, done: pa.Table, *, is_whole: bool = True) -> Comparison
 class LocalBackend:
     """Where a job reads and completes its rows: in this process, one row after another."""
 
-    def session(self) -> AbstractContextManager[None]:
-        """Return the block in which all other methods are called."""
+    def session(self, parallel: ParallelOptions | None) -> AbstractContextManager[None]:
+        """Return the block in which all other methods are called. parallel: the processes of the engines."""
         return nullcontext()
 
     def scan(self, source: Source) -> Scan:
@@ -507,7 +507,7 @@ class Job:
                 report_files=(CONFIG_NAME, *REPORT_NAMES, *self.export_names),
                 json_schema=form.json if form is not None and isinstance(form.json, str) else None,
             ) as folder,
-            self.backend.session(),
+            self.backend.session(self.task.settings.engine.parallel),
         ):
             exit_on_sigterm()  # like Ray's own handler, but with our exit code
             with drain.watching():

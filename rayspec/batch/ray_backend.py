@@ -39,8 +39,8 @@ class RayBackend(LocalBackend):
     """Ray Data tasks read the rows of a job, and a pool of actors completes them."""
 
     @contextmanager
-    def session(self) -> Iterator[None]:
-        with ray_session(), reading():
+    def session(self, parallel: ParallelOptions | None) -> Iterator[None]:
+        with ray_session(parallel.num_cpus if parallel is not None else 0), reading():
             yield
 
     def _scanned(self, source: Source) -> Iterable[pa.Table]:
