@@ -37,6 +37,8 @@ _COMMAND = (sys.executable, "-m", "rayspec.model.cuda.probe")
 # Of the whole trial. Compilation of all kernels takes about a minute on a busy machine.
 _LIMIT_S = 600.0
 _MARK = "rayspec probe: "
+# Signals of a faulty kernel. Others come from outside: Ctrl-C, or a machine that is short of memory.
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 # Largest difference, relative to the largest number of a row. A faulty kernel differs by about 1.
 _ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
 _LEAST = -1e30  # in place of -inf, whose difference is no number
@@ -130,7 +132,7 @@ def probe(shapes: Shapes, *, command: Sequence[str] = _COMMAND, limit_s: float =
         return Tried(found["fault"], found["is_kept"]) if "fault" in found else find_fault(shapes)
     errors = ended.stderr.decode(errors="replace").strip().splitlines()
     how = signal.strsignal(-ended.returncode) if ended.returncode < 0 else (errors or ["no output"])[-1]
-    return Tried(f"{last} has ended its process: {how}", is_kept=ended.returncode < 0)
+    return Tried(f"{last} has ended its process: {how}", is_kept=-ended.returncode in _CRASHES)
 
 
 def _said(output: bytes) -> list[str]:

@@ -40,16 +40,25 @@ def test_kernels_that_compute_right_pass_in_a_process_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "limit_s", "expected"),
+    ("fault", "limit_s", "expected", "is_kept"),
     [
-        ("time.sleep(10**6)", 1.0, r"(attend, tree|the start) has no result after 1 s"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 600.0, r"attend, tree has ended its process: Segmentation fault"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 600.0, r"attend, tree has ended its process: Killed"),
+        ("time.sleep(10**6)", 1.0, r"(attend, tree|the start) has no result after 1 s", True),
+        (
+            "os.kill(os.getpid(), signal.SIGSEGV)",
+            600.0,
+            r"attend, tree has ended its process: Segmentation fault",
+            True,
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 600.0, r"attend, tree has ended its process: Killed", False),
+        ("os.kill(os.getpid(), signal.SIGINT)", 600.0, r"attend, tree has ended its process: Interrupt", False),
     ],
 )
-def test_a_process_that_hangs_or_dies_is_a_fault_that_is_kept(fault: str, limit_s: float, expected: str) -> None:
+def test_a_process_that_hangs_or_crashes_is_a_fault_that_is_kept(
+    fault: str, limit_s: float, expected: str, is_kept: bool
+) -> None:
+    """Not if it was stopped, as by Ctrl-C."""
     found = probe.probe(SHAPES, command=(sys.executable, "-c", FAILING.format(fault)), limit_s=limit_s)
-    assert found.is_kept
+    assert found.is_kept == is_kept
     assert re.match(expected, found.fault or ""), found
 
 
