@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.config import EngineConfig, SamplingParams
@@ -16,7 +17,7 @@ from rayspec.local_engine import load_engine
 from rayspec.model.fused import draft_head_bytes
 from rayspec.model.sizes import quantised_bytes
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
-from rayspec.types import ConfigError
+from rayspec.types import CheckpointError, ConfigError
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, cases, checkpoint, int4_checkpoints, modules_of, small_config
@@ -51,6 +52,26 @@ def test_copies_are_taken_as_long_as_they_fit(caplog: pytest.LogCaptureFixture) 
     assert caplog.messages == ["drafts have no int8 weights: they take 20 bytes, extra_weight_bytes leaves 19"]
     assert allowed_copies({"int4": 30, "int8": 20}, 20) == ["int8"]
     assert allowed_copies({"int4": 10}, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "remedy"),
+    [
+        ("model.weights._load", "'offload' or 'parallel'"),
+        ("model.weights.PreTrainedModel.to", "'offload' or 'parallel'"),
+        ("decode.loading.has_kernels", "'offload' or 'parallel'"),
+        ("decode.loading.make_graphs", "lower kv_cache_share"),
+    ],
+)
+def test_a_model_that_is_too_large_is_an_error_with_a_remedy(
+    place: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(f"rayspec.{place}", lacks)
+    with pytest.raises(CheckpointError, match=f"too small for this model .CUDA out of memory.*{remedy}"):
+        load_engine(config(), with_tokenizer=False)
 
 
 def test_a_span_has_copies_of_its_own_sublayers() -> None:
