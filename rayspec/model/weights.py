@@ -188,14 +188,19 @@ LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, Safe
 
 
 def resolve_device(name: str) -> torch.device:
+    """Return the device of an option. Raises ConfigError for one that is not here, or is no CPU and no CUDA GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"option 'device' is {name!r}: use auto, cpu, cuda or cuda:N") from error
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"option 'device' is {name!r}: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"option 'device' is {name!r} but torch sees no CUDA device: use cpu")
+    if device.type == "cuda" and (device.index or 0) >= (number := torch.cuda.device_count()):
+        raise ConfigError(f"option 'device' is {name!r} but torch sees no more than cuda:{number - 1}: use that")
     return device
 
 

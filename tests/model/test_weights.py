@@ -147,6 +147,15 @@ def test_cuda_without_cuda_is_an_error() -> None:
     assert resolve_device("auto") == torch.device("cpu")
 
 
+def test_a_device_that_is_not_here_or_of_another_type_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [resolve_device(name).index for name in ("cuda", "cuda:0", "cuda:1")] == [None, 0, 1]
+    for name in ("cuda:2", "xpu", "mps", "meta"):
+        with pytest.raises(ConfigError, match=f"option 'device' is '{name}'.*(use auto, cpu|no more than cuda:1)"):
+            resolve_device(name)
+
+
 def _fingerprint(path: Path | str) -> str:
     return weights_fingerprint(_config(path))
 
