@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rayspec.config import EngineConfig
 from rayspec.decode.drafting.lookup import OwnedText, tokenised
@@ -430,13 +430,6 @@ class Engine:
 
 def moves_to_path(slots: Sequence[int], path: Sequence[int], *, in_windowed_store: bool = False) -> list[Move]:
     """Return the moves that place the rows `path` directly after the newest token's row. slots: the slots of all rows;
-    row 0 is the newest token's. Contiguous rows are one move. The order is safe: no row moves to a later place, so no
-    unmoved row is overwritten."""
-    moves: list[Move] = []
-    for source, destination in zip([slots[row] for row in path], slots[1:], strict=False):
-        last = moves[-1] if moves else None
-        if last and (last.source + last.length, last.destination + last.length) == (source, destination):
-            moves[-1] = replace(last, length=last.length + 1)
-        elif source != destination:
-            moves.append(Move(source, destination, 1, in_windowed_store))
-    return moves
+    row 0 is the newest token's."""
+    pairs = zip([slots[row] for row in path], slots[1:], strict=False)
+    return [Move(source, to, in_windowed_store) for source, to in pairs if source != to]

@@ -209,8 +209,12 @@ class SpanRunner:
 
     @torch.inference_mode()
     def move(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            self.runner.cache.move(move.source, move.destination, move.length, in_windowed_store=move.in_windowed_store)
+        """Copy slots of the KV cache. All sources are read first."""
+        for in_windowed_store in (False, True):
+            chosen = [(move.source, move.destination) for move in moves if move.in_windowed_store == in_windowed_store]
+            if chosen:
+                sources, destinations = (integers(slots, self.runner.device) for slots in zip(*chosen, strict=True))
+                self.runner.cache.move(sources, destinations, in_windowed_store=in_windowed_store)
 
     def forget_round(self, round_id: int) -> None:
         """Drop the saved rows of a round, which starts again."""
@@ -333,7 +337,7 @@ class Stages(ABC):
 
     @abstractmethod
     def move(self, moves: Sequence[Move]) -> None:
-        """Copy keys and values in the KV cache, before any work that is started later."""
+        """Copy keys and values in the KV cache, before any work that is started later. No destination occurs twice."""
 
     @abstractmethod
     def start(self, work: Work) -> Future[Result]: ...

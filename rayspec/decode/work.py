@@ -133,11 +133,10 @@ class Chunk(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy `length` slots of the KV cache, from slot `source` on, to slot `destination` on."""
+    """Copy a slot of the KV cache to another one."""
 
     source: int
     destination: int
-    length: int
     in_windowed_store: bool = False
 
 

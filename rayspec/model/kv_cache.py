@@ -130,12 +130,13 @@ class KVCache:
         for cached, new in zip(self.heads(layer, first_head, len(keys)), (keys, values), strict=True):
             cached.index_copy_(1, slots, new.nan_to_num(0.0, 0.0, 0.0) if self._keeps_finite else new)
 
-    def move(self, source: int, destination: int, length: int, *, in_windowed_store: bool = False) -> None:
-        """Copy `length` slots in the layers of one store. The ranges may overlap."""
+    def move(self, sources: Tensor, destinations: Tensor, *, in_windowed_store: bool = False) -> None:
+        """Copy slots in the layers of one store. sources, destinations: int64 [N] each. They may overlap: all sources
+        are read first. No destination occurs twice."""
         for layer in self.keys:
             if (layer in self.windowed_layers) == in_windowed_store:
                 for tensor in (self.keys[layer], self.values[layer]):
-                    tensor[:, destination : destination + length] = tensor[:, source : source + length].clone()
+                    tensor.index_copy_(1, destinations, tensor.index_select(1, sources))
 
 
 def bytes_per_slot(layers: Sequence[LayerShape], dtype: torch.dtype) -> int:

@@ -62,11 +62,13 @@ def test_single_rows_chains_trees_and_chunks_have_buckets_of_their_own() -> None
 
 
 def test_moving_in_the_cache_may_overlap() -> None:
-    for source, destination in ((2, 5), (5, 2), (3, 3), (0, 8)):
+    for sources, destinations in ((range(2, 9), range(5, 12)), (range(5, 12), range(2, 9)), ((1, 9, 4), (9, 0, 1))):
         layers = {0: LayerShape(2, 4, 3), 5: LayerShape(1, 2, 2)}
         cache = KVCache(layers, 16, dtype=torch.float32, device=torch.device("cpu"))
         tensors = [*cache.keys.values(), *cache.values.values()]
         before = [tensor.normal_().clone() for tensor in tensors]
-        cache.move(source, destination, 7)
+        cache.move(torch.tensor(sources), torch.tensor(destinations))
         for tensor, old in zip(tensors, before, strict=True):
-            assert torch.equal(tensor[:, destination : destination + 7], old[:, source : source + 7])
+            assert torch.equal(tensor[:, destinations], old[:, sources])
+            others = [slot for slot in range(16) if slot not in destinations]
+            assert torch.equal(tensor[:, others], old[:, others])

@@ -117,7 +117,7 @@ def test_what_the_leader_runs_moves_and_forgets_the_others_do_too(pair: Any) -> 
     leader, follower = pair
     saved = Pass(round_id=5, token_ids=[3, 4], rows=[RowSpan(one_run(0, 1000), 0, 2)], save_at=2)
     leader.run(saved)
-    leader.move([Move(0, 32, 2)])
+    leader.move([Move(0, 32), Move(1, 33)])
     for message in leader.announced:
         follow(follower, message, lambda: None)
     for layer, keys in leader.runner.cache.keys.items():
