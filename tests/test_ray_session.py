@@ -206,7 +206,8 @@ def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
     assert [(one.num_seqs, one.num_batched_tokens) for one in engines] == [(seqs, tokens), (8, 1024)]
     config: Any = {"model_loading_config": {"model_id": "m"}, "engine_kwargs": {"max_num_batched_tokens": 99}}
     (served,) = with_sizes(ServeOptions(llm_configs=(config,))).llm_configs
-    assert (served.num_places, served.engine.num_batched_tokens, served.max_ongoing_requests) == (seqs, 99, 2 * seqs)
+    assert (served.engine.num_seqs, served.max_ongoing_requests) == (seqs, 2 * seqs)
+    assert served.engine.num_batched_tokens == 99
     told = "{} of the 4 GPUs here run the model; --replicas {} uses all of them"
     layouts: list[dict[str, Any]] = [{}, {"stages": 2}, {"gpus_per_shard": 0.5, "replicas": 7}, {"replicas": 4}]
     idle = [idle_gpus(EngineConfig(model="m", parallel=parallel)) for parallel in layouts]

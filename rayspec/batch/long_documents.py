@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 
 from rayspec.batch.rows import Row
 from rayspec.config import Options, SamplingParams
+from rayspec.openai.answer import end_tasks
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.prompts import naming_tokenizer
 from rayspec.types import ConfigError, RequestError, RequestOutput
@@ -318,9 +319,7 @@ class LongDocuments:
         try:
             await asyncio.gather(*workers)
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await end_tasks(workers)
 
     async def _answer(self, part: _Part, document: _LongDocument, summary: str = "") -> None:
         tokens, whole = self._tokens(part.prompt(summary)), self._params

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
+LOGPROBS_AT_ONCE = _MOST_LOGPROBS // 2  # of an engine: of one large request, or of several of half its size
 _FEW_LOGPROBS = 5_000
 
 
@@ -54,12 +55,6 @@ class Limit:
             self._has_left.set()
 
 
-def logprobs_limit() -> Limit:
-    """Return the limit of the log-probabilities of an engine's requests, or of its background requests: one large
-    request, or several together of half its size."""
-    return Limit(_MOST_LOGPROBS // 2)
-
-
 async def respond(
     request: Request,
     engine: AsyncEngine,
@@ -75,7 +70,7 @@ async def respond(
 
     served: names of the model that a body may use, and its adapters; responses show the first. name: the end of
     the response's id.
-    background: the request runs behind other requests, within this limit. logprobs: see `logprobs_limit`.
+    background: the request runs behind other requests, within this limit. logprobs: see `LOGPROBS_AT_ONCE`.
     """
     engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
     async with _room_for(prompts, logprobs):
@@ -89,7 +84,7 @@ async def respond(
         except GrammarError as error:
             raise request.refusal(error) from error
         finally:
-            await _end(tasks)
+            await end_tasks(tasks)
 
 
 async def stream(
@@ -260,10 +255,11 @@ async def _stream_together(
             else:
                 yield item
     finally:
-        await _end(tasks)
+        await end_tasks(tasks)
 
 
-async def _end(tasks: Sequence[asyncio.Future[Any]]) -> None:
+async def end_tasks(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel tasks, and wait until all have ended; their errors are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

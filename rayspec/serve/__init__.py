@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rayspec.serve.options import LLMConfig, ServeOptions
+
 if TYPE_CHECKING:
     from rayspec.serve.app import build_openai_app
-    from rayspec.serve.options import LLMConfig, ServeOptions
 
 __all__ = ["LLMConfig", "ServeOptions", "build_openai_app"]
 
@@ -23,8 +24,4 @@ def __getattr__(name: str) -> Any:
         from rayspec.serve.app import build_openai_app  # noqa: PLC0415
 
         return build_openai_app
-    if name in __all__:
-        from rayspec.serve import options  # noqa: PLC0415
-
-        return getattr(options, name)
     raise AttributeError(f"module 'rayspec.serve' has no attribute {name!r}")

@@ -17,6 +17,7 @@ from typing import IO, Any, Literal
 import msgspec
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from rayspec.openai.answer import end_tasks
 from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
 from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.responses import json_body
@@ -49,7 +50,7 @@ class BatchRunner:
         self._max_lines, self._models = options.max_batch_lines, dict(models)
         self._model_of = options.model_of
         self._store = BatchStore.at(options.batches)
-        self._num_places = {one.model_id: one.num_places for one in options.llm_configs}
+        self._num_places = {one.model_id: one.engine.num_seqs for one in options.llm_configs}
         self._places = {name: Places(most, leaves_room=False) for name, most in self._num_places.items()}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._ended: set[str] = set()  # the ids of batches
@@ -215,9 +216,7 @@ class BatchRun:
                     await self._save_results()
                     saved_s = time.monotonic()
         finally:
-            for task in (*running, stop):
-                task.cancel()
-            await asyncio.gather(*running, stop, return_exceptions=True)
+            await end_tasks([*running, stop])
             await self._save_results()
         if stop.done() and not stop.cancelled():
             stop.result()

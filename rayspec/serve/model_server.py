@@ -21,7 +21,7 @@ from rayspec.decode.drafting.lookup import OwnedText
 from rayspec.decode.engine import Engine
 from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
-from rayspec.openai.answer import Limit, logprobs_limit, respond, stream
+from rayspec.openai.answer import LOGPROBS_AT_ONCE, Limit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.protocol import INTERNAL, ApiError
 from rayspec.openai.requests import Request
@@ -62,8 +62,8 @@ class ModelServer:
             self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=_own_id()))
             self._engine = MeteredEngine(llm, self._metrics)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
-        self._background, self._logprobs = Limit(config.num_places), logprobs_limit()
-        self._background_logprobs = logprobs_limit()  # interactive requests do not wait for them
+        self._background, self._logprobs = Limit(config.engine.num_seqs), Limit(LOGPROBS_AT_ONCE)
+        self._background_logprobs = Limit(LOGPROBS_AT_ONCE)  # interactive requests do not wait for them
         self._place = Place.here()
         self._failure: RayspecError | None = None
         self._problem: str | None = None

@@ -116,13 +116,8 @@ class LLMConfig(Options):
             raise ConfigError(f"in 'engine_kwargs': {error}") from None
 
     @property
-    def num_places(self) -> int:
-        """Number of sequences that one replica decodes at once. All cohorts of an engine share its `max_num_seqs`."""
-        return self.engine.num_seqs
-
-    @property
     def max_ongoing_requests(self) -> int:
-        return self.deployment_config.max_ongoing_requests or 2 * self.num_places
+        return self.deployment_config.max_ongoing_requests or 2 * self.engine.num_seqs
 
     @property
     def num_replicas(self) -> int:
@@ -140,7 +135,7 @@ class LLMConfig(Options):
         sequences that are decoded at once, so that a request waits for about two others."""
         queued = self.deployment_config.max_queued_requests
         if queued is None:
-            queued = self.num_places * self.num_replicas
+            queued = self.engine.num_seqs * self.num_replicas
         return None if queued < 0 else self.max_ongoing_requests * self.num_replicas + queued
 
     @property

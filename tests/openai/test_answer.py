@@ -19,7 +19,7 @@ from rayspec import LLM, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
-from rayspec.openai.answer import Limit, logprobs_limit, respond
+from rayspec.openai.answer import LOGPROBS_AT_ONCE, Limit, respond
 from rayspec.openai.answer import stream as streamed
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.protocol import ApiError
@@ -387,7 +387,7 @@ def test_requests_for_many_log_probabilities_run_in_turn() -> None:
 
     async def work() -> None:
         engine: Any = ScriptedEngine({41: "wait"})
-        limit = logprobs_limit()
+        limit = Limit(LOGPROBS_AT_ONCE)
         asked = TEXT | {"prompt": [41], "logprobs": 5}
 
         async def settled(num_asked: int) -> None:
