@@ -45,7 +45,7 @@ from rayspec.serve.calls import Deadline, ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
-from rayspec.serve.watch import EndpointStatus, Watch
+from rayspec.serve.watch import PERIOD_S, EndpointStatus, Watch
 from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
@@ -101,6 +101,7 @@ class Ingress:
             turn = places.ask(client, is_large=len(body) > SMALL)
             held.callback(places.leave, client, turn)
             await while_connected(request, deadline.within(turn))
+            await while_connected(request, deadline.within(self._presence(own)))
             if not is_streamed:
                 work = fetch(model.respond.remote(kind, body, name, owner, client), deadline)
                 return json_response(await while_connected(request, work))
@@ -113,15 +114,18 @@ class Ingress:
         """Raises RequestError and Refused."""
         with ExitStack() as held:
             asked, body = await self.bodies.read(request, kind, held)
-            model = self._ready_model(asked.model or next(iter(self.models)))
-            work = fetch(model.tokenize.remote(kind, body, _name_of(request)), self._deadline())
+            name = asked.model or next(iter(self.models))
+            model, deadline = self._ready_model(name), self._deadline()
+            await while_connected(request, deadline.within(self._presence(self.model_of[name])))
+            work = fetch(model.tokenize.remote(kind, body, _name_of(request)), deadline)
             return json_response(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
         """Return the card of a model or adapter. Raises RequestError for one that is not served, and Refused."""
         if model not in self._cards:
-            asked = self._ready_model(model).card.remote()
-            card, own = await fetch(asked, self._deadline()), self.model_of[model]
+            ready, own, deadline = self._ready_model(model), self.model_of[model], self._deadline()
+            await deadline.within(self._presence(own))
+            card = await fetch(ready.card.remote(), deadline)
             self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]
 
@@ -134,6 +138,13 @@ class Ingress:
         for one in self.options.llm_configs:
             num_running = self.watch.num_running(one.model_id)
             self._places[one.model_id].resize(one.num_ongoing(num_running, self._num_ingresses))
+
+    async def _presence(self, own: str) -> None:
+        """Wait while all replicas of a model are being replaced. Raises Refused where none of the new ones starts."""
+        while own not in self._may_be_absent and self.watch.is_absent(own):
+            if not self.watch.can_serve(own):
+                raise Refused(STARTING)
+            await asyncio.sleep(PERIOD_S / 2)
 
     def _ready_model(self, name: str) -> Any:
         """Return the handle of a model, or of an adapter's. Raises RequestError, and Refused while none can serve."""

@@ -225,6 +225,11 @@ class Watch:
             return True
         return not self.replicas[model] and time.monotonic() < self._replaced_until_s.get(model, 0.0)
 
+    def is_absent(self, model: str) -> bool:
+        """Return whether Serve has no replica of the model at this moment. A call would wait for one without limit."""
+        handle = self._models[model]
+        return handle.running_replicas_populated() and not replicas_of(handle.app_name, handle.deployment_name)
+
     def num_running(self, model: str) -> int:
         """Return the number of replicas to which requests go now."""
         return sum(not one.has_ended for one in self.replicas.get(model, {}).values())

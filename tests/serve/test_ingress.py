@@ -473,6 +473,29 @@ def test_places_are_those_of_the_replicas_that_run_now() -> None:
         assert model.clients == [owner("Bearer a"), owner("Bearer key")], "keys take turns"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+@pytest.mark.parametrize("starts", [True, False])
+def test_requests_wait_for_a_replaced_replica_and_no_longer_than_one_may_start(
+    monkeypatch: pytest.MonkeyPatch, path: str, starts: bool
+) -> None:
+    """In Serve's own queue they would wait for ever if the new version fails to start."""
+    model, looks = Model(), iter([set(), set()] + [{"a"} if starts else set()] * 99)
+    monkeypatch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: next(looks))
+    ingress = ingress_of(model)
+    can_serve = iter([True] * 3)
+    monkeypatch.setattr(model, "running_replicas_populated", lambda: True)
+    monkeypatch.setattr("rayspec.serve.ingress.PERIOD_S", 0.01)
+    monkeypatch.setattr(ingress.watch, "can_serve", lambda _model: next(can_serve, starts))
+
+    async def send() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app=build_app(ingress))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
+            return await http.post(path, headers={"authorization": "Bearer key"} | JSON, json=BODY, timeout=20)
+
+    answer = asyncio.run(asyncio.wait_for(send(), 20))
+    assert (answer.status_code, len(model.clients)) == ((200, 1) if starts else (503, 0))
+
+
 def test_a_call_that_fails_after_its_client_has_left_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Serve's calls do so when they are cancelled: each client that hung up cost a traceback in the log."""
 
