@@ -192,13 +192,17 @@ class _HostStore:
     """
 
     def __init__(self) -> None:
-        self._images: dict[int, Tensor] = {}
+        self._images: dict[int, Sequence[Tensor]] = {}
 
     def put(self, index: int, image: Tensor) -> None:
-        self._images[index] = torch.empty_like(image, pin_memory=True).copy_(image)
+        # torch rounds pinned memory up to powers of two, so an image in one block could take twice its size.
+        sizes = [1 << bit for bit in range(len(image).bit_length()) if len(image) >> bit & 1]
+        self._images[index] = [torch.empty_like(one, pin_memory=True).copy_(one) for one in torch.split(image, sizes)]
 
     def get(self, index: int, destination: Tensor) -> None:
-        destination.copy_(self._images[index], non_blocking=True)
+        images = self._images[index]
+        for one, own in zip(torch.split(destination, [len(image) for image in images]), images, strict=True):
+            one.copy_(own, non_blocking=True)
 
 
 class _DiskStore:
@@ -242,8 +246,8 @@ class _DiskStore:
         if self._ahead is None or self._ahead[0] != index:
             self._read_ahead(index)
         assert self._ahead is not None
-        self._ahead[1].result()
-        self._ahead = None
+        (_, reading), self._ahead = self._ahead, None  # a read that fails is tried again
+        reading.result()
         _, image = self._images[index]
         if destination.device.type != "cpu":
             destination.copy_(image)  # blocking: another read may overwrite `image`

@@ -10,7 +10,7 @@ from torch import nn
 from rayspec.choices import choices_of
 from rayspec.config import EngineConfig
 from rayspec.model.architecture import decompose
-from rayspec.model.offload import _DiskStore, offload
+from rayspec.model.offload import _DiskStore, _HostStore, offload
 from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_model
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
@@ -119,9 +119,35 @@ def test_a_file_is_read_in_pieces_and_a_damaged_one_is_an_error(
     preadv = os.preadv
     monkeypatch.setattr("os.preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:4096]], offset))
     assert torch.equal(logits_of(parts, TOKENS[:3]), expected)
-    os.ftruncate(weights._store._file.fileno(), 4096)  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        patch.setattr("os.preadv", lambda fd, buffers, offset: 0)
+        weights._store._ahead = None  # type: ignore[union-attr]
+        with pytest.raises(CheckpointError, match="end too early"):
+            logits_of(parts, TOKENS[:1])
+    assert torch.equal(logits_of(parts, TOKENS[:3]), expected), "read again"
+    os.ftruncate(weights._store._file.fileno(), 4096)  # type: ignore[union-attr]
     with pytest.raises(CheckpointError, match="end too early"):
         logits_of(parts, TOKENS[:1])
+
+
+@pytest.mark.parametrize("num_bytes", [4096, 5 * 4096, 27 * 4096])
+def test_pinned_memory_that_is_rounded_up_takes_no_more_than_the_weights(
+    num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch rounds each block up to a power of two."""
+    taken: list[int] = []
+
+    def pinned(like: torch.Tensor, *, pin_memory: bool) -> torch.Tensor:
+        taken.append(1 << (like.nbytes - 1).bit_length())
+        return torch.zeros(like.shape, dtype=like.dtype)
+
+    monkeypatch.setattr(torch, "empty_like", pinned)
+    image, store = torch.arange(num_bytes).to(torch.uint8), _HostStore()
+    store.put(3, image)
+    assert sum(taken) == num_bytes
+    fetched = torch.zeros(num_bytes, dtype=torch.uint8)
+    store.get(3, fetched)
+    assert torch.equal(fetched, image)
 
 
 def test_without_room_for_the_weights_the_model_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
