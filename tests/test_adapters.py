@@ -173,6 +173,10 @@ LAYER = "base_model.model.model.layers.1"
             {"tensors": {f"{LAYER}.mlp.router.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}},
             "router of layer 1 is no matrix of attention or MLP",
         ),
+        (
+            {"tensors": {f"{LAYER}7.mlp.up_proj.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}},
+            "it has layer 17, and the model only 4",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from rayspec.model.fused import FusedLayer, LowRank, names_of
 from rayspec.model.sources import adapter_config
 from rayspec.model.sublayers import Decomposition, Sublayer
+from rayspec.model.weights import num_layers
 from rayspec.types import CheckpointError
 
 _WEIGHTS = "adapter_model.safetensors"
@@ -48,6 +49,8 @@ def install_adapters(parts: Decomposition, folders: Mapping[str, str], *, first:
     for number, (name, folder) in enumerate(folders.items(), first):
         products = _products_of(folder)
         try:
+            if (most := max((layer for layer, _ in products), default=0)) >= num_layers(parts.config):
+                raise ValueError(f"it has layer {most}, and the model only {num_layers(parts.config)}")  # noqa: TRY301
             made = [(sublayer.body, _taken(sublayer, products, parts)) for sublayer in parts.sublayers]
             if left := [one for one in products if parts.sublayers[0].layer <= one[0] <= parts.sublayers[-1].layer]:
                 layer, module = min(left)
