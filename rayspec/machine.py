@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import secrets
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
@@ -85,7 +86,7 @@ def user_folder(folder: str | None) -> Path:
 def write_at_once(path: Path, content: bytes) -> None:
     """Write the file in one step, and make its folder, so that no process reads a part of it. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f"{path.name}.{os.getpid()}.part")
+    scratch = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")  # pods have equal process ids
     try:
         scratch.write_bytes(content)
         scratch.replace(path)
