@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 from transformers import modeling_gguf_pytorch_utils as of_gguf
 from transformers.quantizers import quantizer_gguf
 from transformers.utils import logging as transformers_logging
 
 from rayspec.machine import bytes_available
-from rayspec.model.sources import check_source, gguf_at, gguf_of_hub
+from rayspec.model.sources import UNREACHED, check_source, gguf_at, gguf_of_hub
 from rayspec.types import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
     check_source(repository, revision=revision)
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(f"option 'model' is {model!r}: {name} is not here, and {UNREACHED}") from error
     except EntryNotFoundError as error:
         raise CheckpointError(f"option 'model' is {model!r}: {repository} has no file {name}: correct it") from error
 

@@ -26,6 +26,7 @@ _BUNDLED = ("demo", "demo-plain")
 _SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
 _CACHED_FILES = ("config.json", "tokenizer_config.json")
 _REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"
+UNREACHED = "the hub was not reached: check the network, or fetch it elsewhere with hf download"
 _GGUF_SUFFIX = ".gguf"
 _ADAPTER_CONFIG = "adapter_config.json"
 

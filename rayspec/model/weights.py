@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -42,7 +42,7 @@ from rayspec.machine import bytes_available, cpu_class
 from rayspec.model import gguf
 from rayspec.model.gguf import find_gguf, located
 from rayspec.model.layer_bytes import decoder_layers
-from rayspec.model.sources import check_source, read_index
+from rayspec.model.sources import UNREACHED, check_source, read_index
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 
@@ -426,7 +426,7 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
     if weights is not None:
         (folder / _WEIGHTS).symlink_to(weights)
         return
-    index = _checkpoint_file(config, _INDEX)
+    index = _checkpoint_file(config, _INDEX, is_needed=True)
     if index is None:
         raise CheckpointError(
             f"model {config.model!r} has neither {_WEIGHTS} nor {_INDEX}: a span of layers is loaded from "
@@ -438,7 +438,7 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
     own = {key: links[file] for key, file in content["weight_map"].items() if file in wanted}
     (folder / _INDEX).write_text(json.dumps(content | {"weight_map": own}))
     for name, link in links.items():
-        shard = _checkpoint_file(config, name)
+        shard = _checkpoint_file(config, name, is_needed=True)
         if shard is None:
             raise CheckpointError(f"model {config.model!r} lacks {name}, which {_INDEX} names: fetch it again")
         (folder / link).symlink_to(shard)
@@ -450,14 +450,17 @@ def _is_foreign(key: str, foreign_keys: re.Pattern[str]) -> bool:
     return bool(foreign_keys.match(key) or _OTHER_PARTS.match(key))
 
 
-def _checkpoint_file(config: EngineConfig, name: str) -> Path | None:
-    """Return the path of a checkpoint's file, fetched from the hub if needed, or None if there is no such file."""
+def _checkpoint_file(config: EngineConfig, name: str, *, is_needed: bool = False) -> Path | None:
+    """Return the path of a checkpoint's file, fetched from the hub if needed, or None if there is no such file. Raises
+    CheckpointError for one that is needed while the hub cannot be reached."""
     folder = Path(config.model)
     if folder.is_dir():
         return (folder / name).resolve() if (folder / name).is_file() else None
     try:
         return Path(hf_hub_download(config.model, name, revision=config.revision)).resolve()
-    except EntryNotFoundError:
+    except EntryNotFoundError as error:
+        if is_needed and isinstance(error, LocalEntryNotFoundError):
+            raise CheckpointError(f"model {config.model!r}: {name} is not here, and {UNREACHED}") from error
         return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -235,6 +235,15 @@ def test_of_a_hub_id_only_the_spans_files_are_fetched(tmp_path: Path, monkeypatc
     wanted = _files_of(weight_map, range(2, 4)) | {weight_map["model.norm.weight"], weight_map["lm_head.weight"]}
     assert {name for name in fetched if name.startswith("model-")} == wanted
     assert span.config.name_or_path == "some/model"
+
+    def offline(repo: str, name: str, *, revision: str | None) -> str:
+        if name != "config.json":
+            raise LocalEntryNotFoundError(name)
+        return str(folder / name)
+
+    monkeypatch.setattr(weights, "hf_hub_download", offline)
+    with pytest.raises(CheckpointError, match="is not here, and the hub was not reached"):
+        load_model(_config("some/model", revision="v1"), layers=range(2, 4))
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
