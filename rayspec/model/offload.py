@@ -66,7 +66,8 @@ def offload(
     layouts = {sublayer.index: _ImageLayout.of(parts, sublayer) for sublayer in chosen}
     largest = max((layout.num_bytes for layout in layouts.values()), default=0)
     num_hosts = 2 if to == "disk" and len(layouts) > 1 else 1  # read into one while the other is in use
-    hosts = [_page_aligned(largest, pinned=device.type == "cuda") for _ in range(num_hosts)]
+    is_pinned = to == "disk" and device.type == "cuda"  # torch never gives pinned memory back
+    hosts = [_page_aligned(largest, pinned=is_pinned) for _ in range(num_hosts)]
     destinations = hosts if device.type == "cpu" else [torch.empty(largest, dtype=torch.uint8, device=device)]
     store = _DiskStore(folder, sum(layout.num_bytes for layout in layouts.values())) if to == "disk" else _HostStore()
     places: dict[int, Tensor] = {}
