@@ -171,7 +171,7 @@ def _split_at_commas(value: Any) -> Any:
 def _split_pairs(value: Any) -> Any:
     if not isinstance(value, list | tuple):
         return value
-    pairs = [pair.partition("=") for pair in value]
+    pairs = [pair.partition("=") if isinstance(pair, str) else ("", "", "") for pair in value]
     if not all(name and text for name, _, text in pairs):
         raise ValueError("write it as NAME=VALUE")
     found = {name: text for name, _, text in pairs}

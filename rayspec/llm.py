@@ -235,7 +235,7 @@ class LLM:
             raise ConfigError(f"this LLM of {self.config.model!r} has been shut down: load the model again")
         if isinstance(requests, str | Mapping) or not isinstance(requests, Iterable):
             raise ConfigError(f"requests is {reprlib.repr(requests)}: give Request objects, or use generate()")
-        return self._run(_checked(requests))
+        return self._run(_checked(requests), at_once=len(requests) + 1 if isinstance(requests, Sequence) else 1)
 
     def shutdown(self) -> None:
         """Abort all requests and end the processes that hold the model, if there are any.
@@ -333,7 +333,7 @@ class LLM:
         outputs = {one.request_id: one for one in asked if isinstance(one, RequestOutput)}
         bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=None if use_tqdm else True)
         with (
-            closing(self.stream(one for one in asked if isinstance(one, Request))) as stream,
+            closing(self.stream([one for one in asked if isinstance(one, Request)])) as stream,
             bar(total=len(asked), initial=len(outputs), desc="Processed prompts", unit="prompt") as shown,
         ):
             for output in stream:
@@ -341,13 +341,16 @@ class LLM:
                 shown.update(1)
         return [outputs[one.request_id] for one in asked]
 
-    def _run(self, source: Iterator[Request]) -> Generator[RequestOutput, None, None]:
+    def _run(self, source: Iterator[Request], *, at_once: int) -> Generator[RequestOutput, None, None]:
+        """at_once: how many requests of the source are submitted together. With 1, each is submitted before the source
+        is asked for the next, which may take its time."""
         # Receives the new output of streaming requests, and the futures that are done.
         arrived: queue.SimpleQueue[RequestOutput | Future[RequestOutput]] = queue.SimpleQueue()
         running: dict[Future[RequestOutput], Request] = {}
         try:
             while True:
-                taken = list(itertools.islice(source, self.client.num_wanted - len(running)))
+                num_wanted = 0 if at_once == 1 and not arrived.empty() else self.client.num_wanted - len(running)
+                taken = list(itertools.islice(source, min(at_once, num_wanted)))
                 try:
                     futures = self.client.submit_all(taken, arrived.put)
                 except EngineDeadError as death:
@@ -360,6 +363,8 @@ class LLM:
                     future.add_done_callback(arrived.put)
                 if not running:
                     return
+                if taken and at_once == 1:
+                    continue
                 news = arrived.get()
                 if isinstance(news, RequestOutput):
                     yield news

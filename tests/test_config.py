@@ -77,6 +77,12 @@ def test_a_static_choice_belongs_to_the_static_strategy() -> None:
         speculation(strategy="static", static_choice="int4+window2")
 
 
+@pytest.mark.parametrize("given", [[{"name": "a", "path": "/x"}], [1], ["a"]])
+def test_pairs_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="'lora_modules'.*write it as NAME=VALUE"):
+        EngineConfig(model="m", lora_modules=given)
+
+
 def test_capacity_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def capacity(made: EngineConfig) -> tuple[int, int]:
         return made.num_seqs, made.num_batched_tokens

@@ -175,6 +175,16 @@ def test_calls_from_many_threads_get_their_own_outputs(llm: LLM) -> None:
     _wait_until_idle(llm)
 
 
+def test_a_request_runs_while_the_source_makes_the_next(llm: LLM) -> None:
+    def source() -> Iterator[Request]:
+        before = llm.stats.num_generated_tokens
+        yield from _requests([[50]], SHORT)
+        wait_until(lambda: llm.stats.num_generated_tokens > before, 60)
+        yield from _requests([[60]], SHORT)
+
+    assert len(list(llm.stream(source()))) == 2
+
+
 def test_an_interrupt_aborts_the_requests_of_its_call(llm: LLM) -> None:
     others: list[RequestOutput] = []
     other = threading.Thread(target=lambda: others.extend(llm.generate({"prompt_token_ids": [30]}, GREEDY)))

@@ -240,15 +240,15 @@ class Engine:
         busy = {one.cohort for one in self._under_way}
         # After a few rounds with chunks, one without: strategies learn only from the time of such a round.
         most = self.config.num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
-        # Wait a short time for the masks of the cohort's sequences; if none can run without, a little longer.
+        # Wait a short time for the masks of the cohort's sequences; if nothing can run without, a little longer.
         members = self._scheduler.members(cohort)
         late = [one.constraint for one in members if one.constraint is not None and not one.constraint.wait()]
-        if late and len(late) == len(members) and not (self._under_way or self._scheduler.waiting):
-            late[0].wait(_MASKS_S)
         step = self._scheduler.schedule(cohort, busy, most, self._pace.num_rows(most) if most else 0)
         self.stats.num_preemptions += step.num_out_of_pages
+        if late and not (step.chunks or step.decode or self._under_way):
+            late[0].wait(_MASKS_S)
         for sequence in step.preempted:
-            self._planner.forget(sequence)
+            self._reopen(sequence)
         for sequence in step.admitted:
             self.stats.num_cached_tokens += sequence.num_computed
             if sequence.metrics.num_preemptions == sequence.metrics.num_replays == 0:
@@ -315,7 +315,7 @@ class Engine:
         for sequence in members if self.stages.keeps_state else ():
             if not sequence.finished:
                 self._scheduler.put_back(sequence)
-                self._planner.forget(sequence)
+                self._reopen(sequence)
 
     def _commit_round(self, planned: PlannedRound, result: RoundResult) -> None:
         num_tokens, stats = 0, self.stats
@@ -390,6 +390,12 @@ class Engine:
                 constraint=sequence.constraint,
             )
         )
+
+    def _reopen(self, sequence: SequenceState) -> None:
+        """Let the stages drop what they hold of a sequence that begins again."""
+        self._planner.forget(sequence)
+        self.stages.close(sequence.sequence_id)
+        self._open(sequence)
 
     def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
         if not sequence.finished:

@@ -114,11 +114,7 @@ class TokenSampler:
         self.suppressed_at_begin = self._tokens(params.begin_suppress_tokens)
         self.bad_words = Continuations((each, 0.0) for each in bad_words if len(each) > 1 and each[-1] < vocab_size)
         self.ngrams = NgramsOfText(params.no_repeat_ngram_size)
-        self.others: Tensor | None = None  # bool [V]: the tokens that are not allowed
-        if params.allowed_token_ids is not None:
-            check_tokens("allowed_token_ids", params.allowed_token_ids, vocab_size)
-            self.others = torch.ones(vocab_size, dtype=torch.bool, device=device)
-            self.others[integers(params.allowed_token_ids, device)] = False
+        check_tokens("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
         self.forced: dict[int, Tensor] = {}  # by the number of output tokens before
         if params.forced_bos_token_id is not None and self.num_prompt_tokens == 1 and self.constraint is None:
             self.forced[0] = self._tokens([params.forced_bos_token_id])
@@ -129,11 +125,30 @@ class TokenSampler:
             self.ngrams.extend(self.token_ids, len(self.token_ids))
         if params.has_penalties:
             check_tokens("prompt_token_ids", prompt_token_ids, vocab_size)
-            self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-            self.is_in_prompt[integers(prompt_token_ids, device)] = True
-            self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-            self.uncounted: list[int] = []  # output tokens that are not in `counts` yet
+        self.uncounted: list[int] = []  # output tokens that are not in `counts` yet, with penalties
         self.commit(spec.output_token_ids)
+
+    # Made when a row is first processed: many sequences may wait, and each of these tensors has an entry for each token
+    # of the vocabulary.
+
+    @cached_property
+    def others(self) -> Tensor:
+        """bool [V]: the tokens that are not among the allowed ones."""
+        others = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
+        others[integers(self.params.allowed_token_ids or (), self.device)] = False
+        return others
+
+    @cached_property
+    def is_in_prompt(self) -> Tensor:
+        """bool [V]."""
+        found = torch.zeros(self.vocab_size, dtype=torch.bool, device=self.device)
+        found[integers(self.token_ids[: self.num_prompt_tokens], self.device)] = True
+        return found
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """float32 [V]: how often each token is in the output, without those that are `uncounted`."""
+        return torch.zeros(self.vocab_size, dtype=torch.float32, device=self.device)
 
     @property
     def position(self) -> int:
@@ -306,8 +321,7 @@ RowsChange = tuple[_Change, LogitRows, Tensor | None]  # with the rows, and wher
 
 
 def _leave_allowed(scores: Tensor, rows: LogitRows) -> Tensor:
-    others = [sampler.others for sampler in rows.samplers if sampler.others is not None]
-    return scores.masked_fill_(torch.stack(others), -math.inf)
+    return scores.masked_fill_(torch.stack([sampler.others for sampler in rows.samplers]), -math.inf)
 
 
 def _keep_form(scores: Tensor, rows: LogitRows) -> Tensor:
@@ -419,7 +433,7 @@ def _cut_to_top_p(scores: Tensor, rows: LogitRows) -> Tensor:
 
 # The changes in their order, each with whether a sequence asks for it.
 _CHANGES: Mapping[_Change, Callable[[TokenSampler], bool]] = {
-    _leave_allowed: lambda sampler: sampler.others is not None,
+    _leave_allowed: lambda sampler: sampler.params.allowed_token_ids is not None,
     _keep_form: lambda sampler: sampler.constraint is not None,
     _add_biases: lambda sampler: len(sampler.bias_ids) > 0 or bool(sampler.biased),
     _forbid: lambda sampler: bool(sampler.ngrams or sampler.bad_words) or sampler._num_ruled > 0,

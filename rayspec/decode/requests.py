@@ -67,12 +67,14 @@ class SequenceState:
     table: PageTable = field(default_factory=PageTable)
     windowed_table: PageTable = field(default_factory=PageTable)
     page_hashes: list[PageHash] = field(default_factory=list)  # of its first pages, as many as were needed
+    prompt_hashes: list[PageHash] = field(default_factory=list)  # of its prompt's, shared by the request's sequences
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: RayspecError | None = None
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)  # of the second token of the prompt, ...
     num_taken: int = 0  # output tokens that `take_new_output` has returned
+    sum_logprob: float = 0.0  # of these
     taken_end: bool = False
     lookup: LookupIndex | None = None  # None if nothing is looked up
     constraint: Constraint | None = None  # None without a form of the output
@@ -165,13 +167,16 @@ class SequenceState:
         if not self.has_new_output:
             return None
         first, self.num_taken, self.taken_end = self.num_taken, self.num_tokens - self.num_prompt_tokens, self.finished
-        chosen = [row[token_id].logprob for row, token_id in zip(self.logprobs, self.output_token_ids, strict=False)]
+        token_ids, logprobs = tuple(self.token_ids[self.num_prompt_tokens + first :]), self.logprobs[first:]
+        chosen = (row[token_id].logprob for row, token_id in zip(logprobs, token_ids, strict=False))
+        self.sum_logprob = sum(chosen, self.sum_logprob)
+        has_text = self.params.stop and self.params.detokenize
         return CompletionOutput(
             index=self.index,
-            text=self.detokenizer.take(finished=self.finished) if self.params.stop and self.detokenizer else "",
-            token_ids=tuple(self.token_ids[self.num_prompt_tokens + first :]),
-            cumulative_logprob=sum(chosen) if self.logprobs else None,
-            logprobs=self.logprobs[first:] or None,
+            text=self.detokenizer.take(finished=self.finished) if has_text and self.detokenizer else "",
+            token_ids=token_ids,
+            cumulative_logprob=self.sum_logprob if self.logprobs else None,
+            logprobs=logprobs or None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -271,7 +276,7 @@ class LiveRequest:
     """An unfinished request and its `params.n` sequences."""
 
     request: Request
-    prompt_token_ids: list[int]
+    prompt_token_ids: tuple[int, ...]
     sequences: list[SequenceState]
     has_given_prompt: bool = False  # the log-probabilities of its prompt, to the caller
 
@@ -320,12 +325,14 @@ class Requests(dict[str, LiveRequest]):
         if params.structured_outputs is not None:
             self._model.grammars.compiled(params.structured_outputs).result()
         sequences = [self._new_sequence(request, index, token_ids, params) for index in range(params.n)]
+        for sequence in sequences:
+            sequence.prompt_hashes = sequences[0].prompt_hashes
         if sequences[0].max_total_tokens > self._num_slots:
             raise OutOfMemoryError(
                 f"the request may need {sequences[0].max_total_tokens} tokens of KV cache, more than there are: "
                 "raise kv_cache_tokens or lower max_tokens"
             )
-        return LiveRequest(request, token_ids, sequences)
+        return LiveRequest(request, tuple(token_ids), sequences)
 
     def outputs(self) -> list[NewOutput]:
         """Return and forget the finished requests, and return the new output of streaming requests."""
@@ -343,7 +350,7 @@ class Requests(dict[str, LiveRequest]):
         output = RequestOutput(
             request_id=live.request.request_id,
             prompt=live.request.prompt,
-            prompt_token_ids=tuple(live.prompt_token_ids),
+            prompt_token_ids=live.prompt_token_ids,
             outputs=[one for one, _ in new],
             finished=live.finished,
             prompt_logprobs=live.take_prompt_logprobs(),

@@ -200,7 +200,7 @@ class Proposer:
             owner, text = self.received.popleft()
             if owner in self._memories or len(self._memories) < _MAX_OWNERS:  # no owner is forgotten for it
                 self._add(owner, text)
-        if memory.successors is not None:
+        if memory.successors is not None and sequence.index == 0:  # the other sequences of a request have its prompt
             memory.successors.note_text(sequence.token_ids)
 
     def propose(self, sequence: SequenceState, num_tokens: int, *, batch: int = 1) -> Proposal:

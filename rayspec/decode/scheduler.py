@@ -140,6 +140,8 @@ class KVManager:
             adapter = f"{sequence.adapter}:".encode() if sequence.adapter else b""
             return adapter + (b"" if grid is None or end <= num_prompt // grid * grid else str(num_prompt).encode())
 
+        extend_hashes(sequence.prompt_hashes, sequence.token_ids, min(num_pages, num_prompt // PAGE_SIZE), salt)
+        sequence.page_hashes += sequence.prompt_hashes[len(sequence.page_hashes) :]
         extend_hashes(sequence.page_hashes, sequence.token_ids, num_pages, salt)
         return sequence.page_hashes[:num_pages]
 

@@ -54,12 +54,13 @@ class Proposed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken(RoundPlan):
     """The way of a round. proposed: its plan; the round's own plan may have shorter drafts. rates: predicted, of all
-    ways. rate: of this round."""
+    ways. rate: of this round. own: the choice of the strategy behind the gate, if it was taken."""
 
     way: Way
     proposed: Plan
     rates: Mapping[Way, float]
     rate: float
+    own: RoundPlan | None = None
 
 
 class _Record:
@@ -267,13 +268,15 @@ class Gated:
         if self._has_drafted and self._may_pay(own.plan, state, plain_rate):
             ways[STRATEGY] = Proposed(own.plan, plain_rate * max(self._gain, 1.0))
         taken = self._gate.choose(state, ways)
-        return replace(taken, keep_drafting=own.keep_drafting, capture=own.capture and self._may_search)
+        captures = own.capture and self._may_search
+        is_own = taken.way == STRATEGY
+        return replace(taken, keep_drafting=own.keep_drafting, capture=captures, own=own if is_own else None)
 
     def observe(
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
         assert isinstance(chosen, Taken)
-        self._strategy.observe(state, RoundPlan(plan=chosen.proposed), result, num_tokens, seconds)
+        self._strategy.observe(state, chosen.own or RoundPlan(plan=chosen.proposed), result, num_tokens, seconds)
         self._is_taken = chosen.way == STRATEGY
         # A round may draft nothing though its plan drafts: sequences have one token left. It says nothing of drafting.
         counts = not chosen.plan.drafts or any(one.token_ids for one in result.drafts) or any(result.probed)

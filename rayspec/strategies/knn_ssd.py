@@ -161,6 +161,8 @@ class KnnSSD:
         asked = self._asked.pop(name, None) or ask(Feature(num_tokens=1), name)
         if asked is not None and not asked.done():
             self._asked[name] = asked
+            if len(self._asked) > _MAX_SEQUENCES:  # some have ended meanwhile
+                del self._asked[next(iter(self._asked))]
             return
         if asked is not None and asked.cancelled():
             return

@@ -74,7 +74,7 @@ LETTER = "Dear customer, the council has decided on the repair of the northern b
 def written(path: Path, text: str | None) -> str:
     rows = [{"id": "1", "summary": text}, {"id": "2", "summary": None}]
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8-sig")
     elif path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:

@@ -304,12 +304,19 @@ def test_the_number_of_torch_calls_does_not_grow_with_the_number_of_sequences() 
         logits = 5 * torch.randn(3 * num_sequences, 500, generator=torch.Generator().manual_seed(1))
         each = [samplers.sampler_of(params, 500, at, prompt=(3,), eos=EOS) for at in range(num_sequences)]
         rows = [Rows(sampler, 3 * at, (8, 9)) for at, sampler in enumerate(each)]
+        target_tokens(logits, rows)  # makes what each sampler counts in
         with _CountsCalls() as calls:
             target_tokens(logits, rows)
             for sampler in each:
                 sampler.commit((8, 9, 10))
         counts.append(calls.num_calls)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("params", [{"repetition_penalty": 1.2}, {"allowed_token_ids": [1, 2]}])
+def test_a_sequence_that_waits_has_no_tensor_of_the_vocabulary(params: dict[str, Any]) -> None:
+    """`n` sequences of a request begin to wait together."""
+    samplers.sampler_of(DecodingParams(**params), 2**50, prompt=(3,), eos=EOS)
 
 
 EXTREME_SEEDS = [0, 1, -1, 2**31, 2**32, -(2**32), 2**63 - 1, -(2**63), 0x123456789ABCDEF]

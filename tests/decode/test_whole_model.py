@@ -286,13 +286,22 @@ def test_a_lack_of_memory_in_a_pass_spoils_no_other_sequence(
 
 @pytest.mark.parametrize("strategy", ["ar", *COPYING])
 @pytest.mark.parametrize("family", ["gpt2", "cohere2", "bert"])  # tokens of a prompt to bert see later ones: no chunks
-def test_preempted_sequences_start_again(family: str, strategy: str) -> None:
+def test_preempted_sequences_start_again(family: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     known = cases(checkpoint(family), (30, 30, 30), 20)
     config = _config(family, strategy, kv_cache_tokens=112, max_num_batched_tokens=40)
     engine = load_engine(config, with_tokenizer=False)
+    assert isinstance(engine.stages, WholeModelStages)
+    states, advance, held = engine.stages.span.states, engine.advance, []
+
+    def advance_and_count() -> Any:
+        held.append(len(states) - engine.load.num_running)
+        return advance()
+
+    monkeypatch.setattr(engine, "advance", advance_and_count)
     outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
     assert tokens_of(outputs) == known.expected
     assert engine.stats.num_preemptions > 0
+    assert max(held) <= 0, "a sequence that waits keeps no cache"
 
 
 def test_free_memory_bounds_the_tokens_of_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:

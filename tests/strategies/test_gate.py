@@ -203,6 +203,7 @@ class _Strategy(FixedPlan):
         self.search_s = search_s
         self.num_searches = 0
         self.seen: list[Plan] = []
+        self.got_its_own = True
 
     def take(self, plan: Plan) -> None:
         self.chosen = replace(self.chosen, plan=plan)
@@ -211,6 +212,7 @@ class _Strategy(FixedPlan):
         self, state: BatchState, chosen: RoundPlan, result: RoundResult, num_tokens: int, seconds: float
     ) -> None:
         self.seen.append(chosen.plan)
+        self.got_its_own = self.got_its_own and (chosen is self.chosen or not chosen.plan.drafts)
 
     def search(self, *arguments: Any) -> None:
         self.num_searches += 1
@@ -258,6 +260,7 @@ def test_a_strategy_that_would_rather_not_draft_pays_for_finding_out() -> None:
 def test_while_plain_decoding_pays_the_strategy_searches_nothing() -> None:
     strategy = _Strategy()
     gated, drafted = _run(strategy, num_accepted=0, draft_s=3.0)
+    assert strategy.got_its_own, "the very choice that it made, see `Strategy`"
     assert strategy.num_searches < 80
     assert not drafted[-1]
     assert not gated.choose(state()).capture

@@ -29,7 +29,7 @@ from rayspec.types import ConfigError
 _MAX_PLACES = 8  # the latest occurrences of an n-gram, which are compared
 _LONGEST_MATCH = 32  # tokens that are compared at most
 _COMPARABLE = 0.5  # share of the longest match that other places must match to count as support
-_MAX_UNSORTED = 512  # of each length
+_MAX_UNSORTED, _UNSORTED_SHARE = 512, 1 / 64  # n-grams of each length, at least and of those that are sorted
 END_OF_TEXT = -1  # stands between the texts of an index of several; no copy goes beyond it
 _MULTIPLIER, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 _NGRAM, _SHORTEST_MATCH = 4, 2  # tokens that must match in a corpus, and that suffice if no match is that long
@@ -200,7 +200,8 @@ class _Ends:
         num_sorted, num_starts = len(self._starts), len(text) - self.length
         if num_starts <= self._num_starts:
             return
-        if num_starts - num_sorted > _MAX_UNSORTED:
+        num_new, num_unsorted = num_starts - self._num_starts, num_starts - num_sorted
+        if num_new > _MAX_UNSORTED or num_unsorted > max(_MAX_UNSORTED, _UNSORTED_SHARE * num_sorted):
             new = _hashes(np.array(text[num_sorted:-1]).astype(np.uint64), self.length)
             order = np.argsort(new, kind="stable")
             at = np.searchsorted(self._hashes, new[order], side="right")
@@ -368,9 +369,10 @@ def _parts(path: Path) -> Iterator[str]:
 def _of_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
         number = 0
-        while line := file.readline(_MAX_LINE_BYTES):
+        while line := file.readline(_MAX_LINE_BYTES + 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 0 else line
             number += 1
-            if len(line) == _MAX_LINE_BYTES:
+            if len(line) > _MAX_LINE_BYTES:
                 raise ValueError(f"line {number} has more than {_MAX_LINE_BYTES} bytes")
             if line.strip():
                 try:
