@@ -79,7 +79,7 @@ def test_a_static_choice_belongs_to_the_static_strategy() -> None:
 
 @pytest.mark.parametrize("given", [[{"name": "a", "path": "/x"}], [1], ["a"]])
 def test_pairs_that_are_none_are_refused(given: Any) -> None:
-    with pytest.raises(ConfigError, match="'lora_modules'.*write it as NAME=VALUE"):
+    with pytest.raises(ConfigError, match=r"'lora_modules'.*write it as NAME=VALUE"):
         EngineConfig(model="m", lora_modules=given)
 
 
