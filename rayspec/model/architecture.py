@@ -313,6 +313,12 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype == torch.float32 else 5e-2
 
 
+def largest_difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest expected number."""
+    found, expected = found.float(), expected.float()
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
 def random_hidden(parts: Decomposition) -> Tensor:
     """Return a few random rows that are the same in every call: [1, N, hidden_size]."""
     generator = torch.Generator().manual_seed(0)
@@ -340,8 +346,7 @@ def _distinct_layers(model: PreTrainedModel, parts: Decomposition) -> dict[int, 
 def _require_equal(expected: Tensor, actual: Tensor, message: str) -> None:
     """Raise UnsupportedModelError if the results differ by more than rounding."""
     require_finite(expected)
-    scale = expected.float().abs().max().clamp(min=1e-6)
-    difference = float((expected.float() - actual.float()).abs().max() / scale)
+    difference = largest_difference(actual, expected)
     if not difference <= rounding_tolerance(expected.dtype):
         raise UnsupportedModelError(f"{message} (largest difference {difference:.1e})")
 

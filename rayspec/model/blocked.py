@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from rayspec.model.architecture import rounding_tolerance
+from rayspec.model.architecture import largest_difference, rounding_tolerance
 from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
 
 _OF_ANY_LAYOUT = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
@@ -54,8 +54,7 @@ def block_linears(model: PreTrainedModel, trial: Callable[[], object]) -> None:
         if is_own or each is head:
             matrix = Matrix([each], blocked=True)
             rows = torch.randn(1, 4, each.in_features, generator=torch.Generator().manual_seed(0)).to(each.weight)
-            actual, expected = matrix(rows).float(), each(rows).float()
-            if (actual - expected).abs().max() <= rounding_tolerance(rows.dtype) * expected.abs().max():
+            if largest_difference(matrix(rows), each(rows)) <= rounding_tolerance(rows.dtype):
                 each.forward = matrix.forward  # type: ignore[method-assign, assignment]
                 if is_own:
                     empty_linears([each])

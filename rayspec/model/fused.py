@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from rayspec.choices import Weights
-from rayspec.model.architecture import check_rows, rounding_tolerance
+from rayspec.model.architecture import check_rows, largest_difference, rounding_tolerance
 from rayspec.model.attention import AttentionKind, Heads, Rows
 from rayspec.model.cuda.operations import gated, has_operators
 from rayspec.model.load_check import CheckRows, CheckSequence, RecordingRows, lack_of_memory, likeness
@@ -216,7 +216,7 @@ def _checked_head(head: nn.Linear, matrix: OperatorMatrix) -> nn.Module:
     rows = _head_rows(head)
     expected = head(rows)
     try:
-        difference = float((matrix(rows) - expected).abs().max() / expected.abs().max())
+        difference = largest_difference(matrix(rows), expected)
         if difference <= rounding_tolerance(rows.dtype):
             return matrix
         misfit = f"the result differs by {difference:.1e} of the largest logit"
@@ -255,7 +255,7 @@ class _Check:
 
     def require(self, body: Body) -> None:
         """Raise ValueError if the body computes something else than the modules."""
-        difference = float((self.expected - self.branch(body)).abs().max() / self.expected.abs().max())
+        difference = largest_difference(self.branch(body), self.expected)
         if not difference <= rounding_tolerance(self.rows.hidden[0].dtype):
             raise ValueError(f"the fused computation differs by {difference:.1e} of the largest output")
 
