@@ -215,20 +215,23 @@ class Watch:
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
         self._replaced_until_s: dict[str, float] = {}
+        self._unknown_until_s = time.monotonic() + _REPLACED_S
 
     def can_serve(self, model: str) -> bool:
-        """Return whether a request would reach an engine, now or after a wait. True while nothing is known, so that a
-        new ingress does not refuse requests that another would serve, and while Serve replaces all replicas, as when
-        their options change."""
+        """Return whether a request would reach an engine, now or after a wait. True at first while nothing is
+        known, so that a new ingress does not refuse requests that another would serve, and while Serve replaces all
+        replicas, as when their options change."""
         waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
-        if model not in self.replicas or any(one.health in waits for one in self.replicas[model].values()):
+        if model not in self.replicas:
+            return time.monotonic() < self._unknown_until_s
+        if any(one.health in waits for one in self.replicas[model].values()):
             return True
         return not self.replicas[model] and time.monotonic() < self._replaced_until_s.get(model, 0.0)
 
     def is_absent(self, model: str) -> bool:
         """Return whether Serve has no replica of the model at this moment. A call would wait for one without limit."""
         handle = self._models[model]
-        return handle.running_replicas_populated() and not replicas_of(handle.app_name, handle.deployment_name)
+        return not replicas_of(handle.app_name, handle.deployment_name)
 
     def num_running(self, model: str) -> int:
         """Return the number of replicas to which requests go now."""

@@ -26,13 +26,20 @@ from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Places, Refused,
 from rayspec.serve.calls import while_connected
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import LLMConfig, ServeOptions
-from rayspec.serve.watch import WatchedReplica
+from rayspec.serve.watch import Watch, WatchedReplica
 from tests.serve.endpoint_process import head_of, served
 from tests.waiting import wait_until
 
 PAGE = "https://page.example"
 BODY = {"model": "demo", "prompt": "a"}
 JSON = {"content-type": "application/json"}
+IS_ABSENT = Watch.is_absent
+
+
+@pytest.fixture(autouse=True)
+def _replicas_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No router knows the replicas of these tests."""
+    monkeypatch.setattr(Watch, "is_absent", lambda _watch, _model: False)
 
 
 class Model:
@@ -483,7 +490,7 @@ def test_requests_wait_for_a_replaced_replica_and_no_longer_than_one_may_start(
     monkeypatch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: next(looks))
     ingress = ingress_of(model)
     can_serve = iter([True] * 3)
-    monkeypatch.setattr(model, "running_replicas_populated", lambda: True)
+    monkeypatch.setattr(Watch, "is_absent", IS_ABSENT)
     monkeypatch.setattr("rayspec.serve.ingress.PERIOD_S", 0.01)
     monkeypatch.setattr(ingress.watch, "can_serve", lambda _model: next(can_serve, starts))
 

@@ -32,9 +32,13 @@ def silent(watch: Watch, seconds: float) -> None:
         watch.count_silence(PERIOD_S)
 
 
-def test_before_anyone_has_looked_requests_are_tried() -> None:
+def test_before_anyone_has_looked_requests_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch({"m": None}, replica_timeout_s=TIMEOUT_S)
     assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
+    later_s = time.monotonic() + 31
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "monotonic", lambda: later_s)
+        assert not watch.can_serve("m"), "no replica has ever started"
     watch, _ = watched()
     assert (watch.can_serve("m"), watch.problem("m")) == (False, "starting")
 
