@@ -60,12 +60,12 @@ class Server:
 
     def listen(self, host: str, *, rank: tuple[int, int] | None = None, device: torch.device = _CPU) -> None:
         """rank: of a stage that sends tensors to later stages by torch.distributed, if Connect names a link: its number
-        and the number of stages. device: of these tensors. If this fails, `address` raises the error."""
+        and the number of stages. device: of these tensors. Raises TransportError, as `address` then does."""
         self._host, self._link_rank, self._device = host, rank, device
         self._ranks_ahead = {stage_name(stage): stage for stage in range(rank[0] + 1, rank[1])} if rank else {}
         try:
             self.transport = Transport(self.name, self._secret, host=host)
-        except Exception as error:
+        except TransportError as error:
             self._address.set_exception(error)
             raise
 

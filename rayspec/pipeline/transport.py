@@ -71,8 +71,9 @@ class Transport:
     message is lost nevertheless (a connection broke), the receiver gets a TransportError. Only one thread at a time may
     use a transport, but any thread may `wake` it.
 
-    host: IP address of this node to listen on, at a port that the system chooses; see `node_address`. link: carries
-    tensors sent with `to_rank`; it may be replaced at any time. epoch: of all messages that are sent from now on.
+    host: IP address of this node to listen on, at a port that the system chooses; see `node_address`. Raises
+    TransportError if that is impossible. link: carries tensors sent with `to_rank`; it may be replaced at any time.
+    epoch: of all messages that are sent from now on.
     """
 
     def __init__(self, name: str, secret: Secret, *, host: str, link: TensorLink | None = None) -> None:
@@ -94,7 +95,11 @@ class Transport:
         # Larger frames are refused before memory is allocated for them. CURVE adds some bytes to each frame.
         self._inbox.maxmsgsize = MAX_FRAME_BYTES + 1024
         _set_tcp_options(self._inbox, ipv6=":" in host)
-        self._inbox.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        try:
+            self._inbox.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise TransportError(f"{name} cannot listen at {host}: {error}") from error
         self.address = self._inbox.get_string(zmq.LAST_ENDPOINT)
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)

@@ -61,6 +61,14 @@ def test_who_fails_tells_the_engine_why(server: Server, monkeypatch: pytest.Monk
         assert [one and one.message for one in received] == [Connected(), Broken(reason="ValueError: a bug")]
 
 
+def test_who_cannot_listen_has_an_error_for_an_address() -> None:
+    server = Server("a", SECRET)
+    with pytest.raises(TransportError, match=r"a cannot listen at 203.0.113.1: "):
+        server.listen("203.0.113.1")  # an address of no machine
+    with pytest.raises(TransportError, match="cannot listen"):
+        server._address.result(0.0)
+
+
 def test_who_is_stuck_says_so_until_it_goes_on(server: Server) -> None:
     server.progress = Progress(clock=lambda: 60 * time.monotonic())
     with server.progress.of("Forward", 1):
