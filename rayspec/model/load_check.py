@@ -23,7 +23,7 @@ from rayspec.model.attention import AttentionKind, PackedRows, Rows, pack
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache, LayerShape
 from rayspec.model.rows import RowSpan, runs_of_pages
 from rayspec.model.sublayers import Decomposition
-from rayspec.types import CheckpointError
+from rayspec.types import CheckpointError, RayspecError
 
 # Rows of a sequence, and of the sequence with long chunks. Attention reads chunks of more than 32 rows by other calls.
 _NUM_ROWS = 8
@@ -288,9 +288,10 @@ class TransformersLayers:
 
 def lack_of_memory(error: BaseException) -> str | None:
     """Return the first line of an error that torch raises if memory is short, on a device or of this machine; None for
-    other errors."""
+    other errors, and for our own, which may quote such an error."""
+    is_foreign = not isinstance(error, RayspecError)
     is_short = isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error)
-    return (str(error).splitlines() or ["out of memory"])[0] if is_short else None
+    return (str(error).splitlines() or ["out of memory"])[0] if is_foreign and is_short else None
 
 
 def require_finite(expected: Tensor) -> None:

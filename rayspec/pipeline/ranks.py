@@ -6,7 +6,8 @@ saved and tapped hidden states. It does everything else alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,10 +41,8 @@ class LeadingSpan(SpanRunner):
     def run(self, work: Pass, hidden: Tensor | None = None, *, drawn: Tensor | None = None) -> Tensor:
         assert drawn is None, "the other ranks get tokens, not where they lie on this one's device"
         self.announce(Follow(work=work, shape=() if hidden is None else tuple(hidden.shape)))
-        try:
+        with _in_step():
             return super().run(work, None if hidden is None else _shared(hidden))
-        except Exception as error:  # errors of Triton are no RuntimeErrors
-            raise RanksOutOfStepError(str(error)) from error
 
     def move(self, moves: Sequence[Move]) -> None:
         self.announce(Follow(moves=moves))
@@ -60,7 +59,8 @@ class LeadingSpan(SpanRunner):
         def announced(sublayer: int, choice: Choice, states: Any) -> Tensor:
             shape = tuple(states.shape)
             self.announce(Follow(sublayer=sublayer, choice=choice, rows=rows, shape=shape))
-            return run(sublayer, choice, _shared(states))
+            with _in_step():
+                return run(sublayer, choice, _shared(states))
 
         found.run = announced  # type: ignore[method-assign]
         return found
@@ -82,6 +82,15 @@ def follow(span: SpanRunner, message: Follow, measure: Callable[[], object]) -> 
         span.forget()
     else:
         span.move(message.moves)
+
+
+@contextmanager
+def _in_step() -> Iterator[None]:
+    """Raise any error of an operation that all ranks do together as RanksOutOfStepError."""
+    try:
+        yield
+    except Exception as error:  # errors of Triton are no RuntimeErrors
+        raise RanksOutOfStepError(str(error)) from error
 
 
 def _shared(states: Tensor) -> Tensor:

@@ -282,16 +282,13 @@ class Shard(Server):
             case wire.Begin():
                 self._pass(self.first_pass(message.work), None, message)
             case wire.Forward():
-                self._pass(message.work, tensors[0].to(self._device) if tensors else None, message.begin)
+                self._pass(message.work, tensors[0] if tensors else None, message.begin)
             case wire.Failed():
                 if message.begin is not None:
                     self._enter(message.begin)
                 self._pass_on(message)
-            case wire.Seek():
-                self._seek(message)
-            case wire.Shipped() | wire.Expand():
-                if self._seeking is not None and self._seeking.search_id == message.search_id:
-                    self._expand(message, tensors, self._seeking)
+            case wire.Seek() | wire.Shipped() | wire.Expand():
+                self._search(message, tensors)
             case wire.Moves():
                 self.span.move(message.moves)
                 self._send(ENGINE, wire.Moved())
@@ -335,7 +332,7 @@ class Shard(Server):
         if begin is not None:
             self._enter(begin)
         try:
-            hidden = self.span.run(work, hidden)
+            hidden = self.span.run(work, None if hidden is None else hidden.to(self._device))
             if self._is_last:
                 # Continue the script with the states before the head: send its next pass, or its result.
                 self._send(stage_name(0), wire.Forward(work=self._scripts[work.round_id].send(hidden)))
@@ -376,17 +373,27 @@ class Shard(Server):
         next(passes)  # the first stage has run that one already
         self._scripts[begin.work.id] = passes
 
+    def _search(self, message: wire.Seek | wire.Shipped | wire.Expand, tensors: Sequence[Tensor]) -> None:
+        """Take part in a plan search. If states are gone or memory is short, the search fails and the shard goes on."""
+        try:
+            if isinstance(message, wire.Seek):
+                self._seek(message)
+            elif self._seeking is not None and self._seeking.search_id == message.search_id:
+                self._expand(message, tensors, self._seeking)
+        except Exception as error:  # noqa: BLE001 - `out_of_memory` raises others
+            missing = "captured states of some tokens any more"
+            if not isinstance(error, TapsGoneError):
+                missing = f"memory for a search: {out_of_memory(error)}"
+            self._send(COORDINATOR, wire.Sought(search_id=message.search_id, error=f"{self.name} has no {missing}"))
+
     def _seek(self, message: wire.Seek) -> None:
-        self._seeking, error = None, ""
+        self._seeking = None
         if not message.tokens:
             return
-        try:
-            next_tokens = self.head.next_tokens(message.tokens) if self.head is not None else None
-            search = self.span.search(message.tokens, message.rows, next_tokens)
-            self._seeking = _Seeking(message.search_id, search, {0: search.start()} if self.stage == 0 else {})
-        except TapsGoneError:
-            error = f"{self.name} has no captured states of some tokens any more"
-        self._send(COORDINATOR, wire.Sought(search_id=message.search_id, error=error))
+        next_tokens = self.head.next_tokens(message.tokens) if self.head is not None else None
+        search = self.span.search(message.tokens, message.rows, next_tokens)
+        self._seeking = _Seeking(message.search_id, search, {0: search.start()} if self.stage == 0 else {})
+        self._send(COORDINATOR, wire.Sought(search_id=message.search_id))
 
     def _expand(self, message: wire.Shipped | wire.Expand, tensors: Sequence[Tensor], seeking: _Seeking) -> None:
         search, batches = seeking.search, seeking.batches

@@ -27,6 +27,7 @@ from rayspec.decode.search import (
     Values,
     answer,
 )
+from rayspec.decode.stages import SpanRunner
 from rayspec.decode.work import TappedToken
 from rayspec.model.kv_cache import KVCache
 from rayspec.model.rows import RowSpan
@@ -246,6 +247,24 @@ def test_a_search_over_tokens_that_nobody_remembers_fails_leaves_nothing_and_the
             lost.result()
         run.engine.stages.wait()
         assert seeking(run) == [False] * 3
+
+
+@pytest.mark.parametrize("method", ["search", "run"])
+def test_lack_of_memory_in_a_search_fails_the_search_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    with searching(2) as (run, tokens, rows):
+        with monkeypatch.context() as patch:
+            patch.setattr(*{"search": (SpanRunner, "search"), "run": (PlanSearch, "run")}[method], full)
+            lost = run.engine.stages.search(tokens, rows, knapsack())
+            wait_for(run, lost)
+        with pytest.raises(RayspecError, match=r"stage-0 .*can't allocate memory"):
+            lost.result()
+        again = run.engine.stages.search(tokens, rows, knapsack())
+        wait_for(run, again)
+        assert drafts_of(again)
+        assert run.replica.num_replaced == 0
 
 
 def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:

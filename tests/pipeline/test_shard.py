@@ -1,6 +1,7 @@
 """A shard's inbox, and its ranks' common step."""
 
 import heapq
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from rayspec.config import EngineConfig
 from rayspec.decode.runner import Runner
+from rayspec.decode.search import PlanSearch
 from rayspec.decode.stages import SpanRunner
-from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round
+from rayspec.decode.work import Chunk, Move, Pass, Prefill, Round, TappedToken
 from rayspec.model.kv_cache import CacheSize, KVCache
+from rayspec.model.load_check import lack_of_memory
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.pipeline import ranks
 from rayspec.pipeline import shard as shard_module
@@ -137,9 +140,14 @@ def test_running_out_of_memory_puts_ranks_out_of_step(pair: Any, monkeypatch: py
     def full(*_: object, **__: object) -> torch.Tensor:
         raise RuntimeError("can't allocate memory")
 
+    leader.run(replace(a_pass(fixed_shape=True), taps=[(0, TappedToken("a", 0))]))
+    monkeypatch.setattr(PlanSearch, "run", full)
+    search = leader.search([TappedToken("a", 0)], [RowSpan(one_run(0, 1000), 0, 1)], None)
     monkeypatch.setattr(leader.runner, "run", full)
-    with pytest.raises(RanksOutOfStepError, match="allocate memory"):
-        leader.run(a_pass(fixed_shape=True))
+    for together in (lambda: leader.run(a_pass(fixed_shape=True)), lambda: search.run(0, "full", search.start())):
+        with pytest.raises(RanksOutOfStepError, match="allocate memory") as caught:
+            together()
+        assert lack_of_memory(caught.value) is None, "the shard ends"
 
 
 def test_a_shard_states_which_weights_and_adapters_it_has_loaded(tmp_path: Path) -> None:
