@@ -26,6 +26,7 @@ _SURPLUS = 1.25
 _POOL_STOP_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
 _PLACE_AGAIN_S = 30.0
+_LEAST_CALLS = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -356,8 +357,11 @@ def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
     """Start an EngineSupervisor in an actor, for callers in other processes. If the actor ends, Ray starts it again,
     with new engines, and repeats the calls."""
     again = {"max_restarts": -1, "max_task_retries": -1}
-    kind: Any = ray.remote(EngineSupervisor).options(num_cpus=0, max_concurrency=4096, **again)
-    return kind.remote(**supervision(factory, max_restarts))
+    arguments = supervision(factory, max_restarts)
+    # Each row is a call: all that engines have, as many that wait, and the calls of other methods.
+    max_calls = max(_LEAST_CALLS, 2 * arguments["num_engines"] * arguments["max_items"])
+    kind: Any = ray.remote(EngineSupervisor).options(num_cpus=0, max_concurrency=max_calls, **again)
+    return kind.remote(**arguments)
 
 
 def merged_stats(parts: Sequence[EngineStats]) -> EngineStats:
