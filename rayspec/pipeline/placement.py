@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ class Process:
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
-        self._served: Future[None] = Future()
+        self.served: Future[None] = Future()
         self.listening: Future[str] = Future()
 
     def ask(self, method: str, *arguments: object) -> Future[Any]:
@@ -62,7 +62,7 @@ class Process:
 
     def serve(self, *arguments: object) -> None:
         """Let the actor serve. `listening` is done when it listens."""
-        self._served, self.listening = self.ask("serve", *arguments), self.ask("address")
+        self.served, self.listening = self.ask("serve", *arguments), self.ask("address")
 
     @property
     def listens(self) -> bool:
@@ -74,9 +74,9 @@ class Process:
 
     def end(self) -> str | None:
         """Return why the process has ended; None while it serves."""
-        if not self._served.done():
+        if not self.served.done():
             return None
-        error = self._served.exception()
+        error = self.served.exception()
         if error is None:
             return f"{self.name} has ended"
         return f"{self.name} has ended: {first_line(error.cause if isinstance(error, RayTaskError) else error)}"
@@ -85,11 +85,6 @@ class Process:
         """Kill the actor at once, even if it is frozen."""
         with contextlib.suppress(RayError):
             ray.kill(self._actor, no_restart=True)
-
-    def kill(self) -> None:
-        """Kill the actor and wait until the process is gone, for 5 seconds at most."""
-        self.discard()
-        wait([self._served], 5.0)
 
 
 class Bundles:
@@ -162,6 +157,13 @@ def start_process(kind: type, *arguments: object, name: str, **place: Any) -> Pr
     """Start the actor `kind(*arguments)`. place: Ray's options for where it runs."""
     options = {**place, "max_concurrency": _MAX_CONCURRENCY, "max_restarts": 0}
     return Process(name, ray.remote(kind).options(**options).remote(*arguments))
+
+
+def kill(processes: Collection[Process]) -> None:
+    """Kill the actors and wait until their processes are gone, for 5 seconds at most."""
+    for process in processes:
+        process.discard()
+    wait([process.served for process in processes], 5.0)
 
 
 def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:

@@ -10,7 +10,7 @@ from rayspec.decode.loading import cache_size
 from rayspec.model.kv_cache import CacheSize
 from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import Coordinator
-from rayspec.pipeline.placement import Bundles, Process, start_process, wait_for
+from rayspec.pipeline.placement import Bundles, Process, kill, start_process, wait_for
 from rayspec.pipeline.server import COORDINATOR, stage_name
 from rayspec.pipeline.shard import Blueprint, Loaded, rank_name
 from rayspec.pipeline.transport import Secret
@@ -60,11 +60,12 @@ class Replica:
 
     def replace(self, names: Collection[str]) -> None:
         """End these shards and start all missing ones. All ranks of a stage are replaced together."""
+        ended: list[Process] = []
         for stage in range(self.num_stages):
             ranks = [rank_name(stage, rank) for rank in range(self.blueprint.options.tensor)]
             if not set(ranks).isdisjoint(names):
-                for process in [self.shards.pop(name) for name in ranks if name in self.shards]:
-                    process.kill()
+                ended += [self.shards.pop(name) for name in ranks if name in self.shards]
+        kill(ended)
         self._start_stages([stage for stage in range(self.num_stages) if rank_name(stage, 0) not in self.shards])
 
     def ends(self) -> Mapping[str, str]:
@@ -82,14 +83,13 @@ class Replica:
 
     def end_coordinator(self) -> None:
         if self.coordinator is not None:
-            self.coordinator.kill()
+            kill([self.coordinator])
         self.coordinator = None
 
     def close(self) -> None:
-        for process in self.shards.values():
-            process.kill()
+        kill([*self.shards.values(), *([self.coordinator] if self.coordinator is not None else [])])
         self.shards.clear()
-        self.end_coordinator()
+        self.coordinator = None
         for meeting in self._meetings.values():
             meeting.close()
         self._bundles.close()

@@ -447,6 +447,7 @@ def loop_engine(
             stack.enter_context(patch.object(ray_stages_module, "_CHECK_EVERY_S", 0.0))
         stack.enter_context(patch.object(ray_stages_module, "time", loop.clock))
         stack.enter_context(patch.object(replica_module, "Bundles", lambda options, **_: LoopBundles(loop)))
+        stack.enter_context(patch.object(replica_module, "kill", lambda ended: [process.kill() for process in ended]))
         coordinator = lambda _, *arguments, name, **__: LoopProcess(name, LoopCoordinator(*arguments), loop)  # noqa: E731
         stack.enter_context(patch.object(replica_module, "start_process", coordinator))
         windowed = windowed_pages(
