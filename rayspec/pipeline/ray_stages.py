@@ -37,9 +37,7 @@ logger = logging.getLogger(__name__)
 _RESTART_WINDOW_S = 600.0
 _POLL_S = 0.1
 _CHECK_EVERY_S = 0.25
-_CONNECT_TIMEOUT_S = 30.0
-_MOVE_TIMEOUT_S = 60.0
-_MEASURE_TIMEOUT_S = 300.0
+_LEAST_QUIET_S = 60.0
 _NUM_HOPS = 20
 _UNUSED = Status("", 0.0, 0)
 
@@ -68,6 +66,7 @@ class RayStages(Stages):
         self._opened: dict[str, SamplerSpec] = {}
         self._closed: list[str] = []
         self._pulse = Pulse(options.heartbeat_timeout_s, time.monotonic)
+        self._quiet_s = max(_LEAST_QUIET_S, options.heartbeat_timeout_s)
         self._restarts = Restarts(options.max_restarts, window_s=_RESTART_WINDOW_S)
         self._coordinator_restarts = Restarts(options.max_restarts, window_s=_RESTART_WINDOW_S)
         self._checked_at = 0.0
@@ -83,7 +82,7 @@ class RayStages(Stages):
         if self._links and replica.stages_share_gpus:
             self._give_up_link("some of them are on the same GPU, which NCCL does not allow")
         if silent := self._connect():
-            raise TransportError(f"{', '.join(sorted(silent))} did not answer within {_CONNECT_TIMEOUT_S:.0f} s")
+            raise TransportError(f"{', '.join(sorted(silent))} did not answer")
 
     @property
     def num_sublayers(self) -> int:
@@ -134,7 +133,7 @@ class RayStages(Stages):
 
     def move(self, moves: Sequence[Move]) -> None:
         """Let every stage move keys and values in its KV cache, and wait until all have done it."""
-        self._ask(wire.Moves(moves=moves), wire.Moved, _MOVE_TIMEOUT_S)
+        self._ask(wire.Moves(moves=moves), wire.Moved)
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         future: Future[Answer] = Future()
@@ -162,7 +161,7 @@ class RayStages(Stages):
             waiting[self.replica.shards[name].address.rpartition(":")[0]].append(name)
         measured: dict[str, wire.Measured] = {}
         for names in itertools.zip_longest(*waiting.values()):
-            measured |= self._ask(wire.Measure(), wire.Measured, _MEASURE_TIMEOUT_S, list(filter(None, names)))
+            measured |= self._ask(wire.Measure(), wire.Measured, list(filter(None, names)))
         hops_s = self.hops_s(torch.zeros(self.replica.blueprint.hidden_size).nbytes)
         self.link_s = tuple(float(np.median(link)) for link in hops_s) or (0.0,)
         by_stage = [measured[name] for name in self._stage_names]
@@ -188,14 +187,14 @@ class RayStages(Stages):
         for here, there in zip(names, [*names[1:], names[0]], strict=True) if len(names) > 1 else ():
             route = [*[there, here] * _NUM_HOPS, ENGINE]
             self._transport.send(here, wire.Lap(route=route), [state])
-            stamps = self._expect(wire.Lap, [here], _MEASURE_TIMEOUT_S)[here].stamps[::2]
+            stamps = self._expect(wire.Lap, [here])[here].stamps[::2]
             links.append([(after - before) / 2 for before, after in itertools.pairwise(stamps)])
         return links
 
     def usage(self) -> list[StageUse]:
         """Return `recent_use` up to this moment: the stages are asked."""
         for name in self._stage_names:
-            self._pulse.statuses[name] = self.replica.shards[name].ask("status").result(_MOVE_TIMEOUT_S)
+            self._pulse.statuses[name] = self.replica.shards[name].ask("status").result(self._quiet_s)
         return self.recent_use()
 
     def recent_use(self) -> list[StageUse]:
@@ -255,20 +254,18 @@ class RayStages(Stages):
             case wire.Broken():
                 self._recover((), f"{sender} has lost touch: {message.reason}")
 
-    def _ask(
-        self, message: wire.Message, answer: type[wire.Message], timeout_s: float, names: Sequence[str] = ()
-    ) -> dict[str, Any]:
+    def _ask(self, message: wire.Message, answer: type[wire.Message], names: Sequence[str] = ()) -> dict[str, Any]:
         """Send a message to these stages, or to all, and return the answers by name, see `_expect`."""
         self._require_alive()
         for name in names or self._stage_names:
             self._transport.send(name, message)
-        return self._expect(answer, names or self._stage_names, timeout_s)
+        return self._expect(answer, names or self._stage_names)
 
-    def _expect(self, kind: type[wire.Message], senders: Collection[str], timeout_s: float) -> dict[str, Any]:
-        """Return a message of a kind from each of these stages, by name. Other messages are handled meanwhile. Raises
-        as `_recover` if a shard ends or an answer does not come in time."""
+    def _expect(self, kind: type[wire.Message], senders: Collection[str]) -> dict[str, Any]:
+        """Return a message of a kind from each of these stages, by name. Other messages are handled meanwhile. Waits as
+        long as a shard works. Raises as `_recover` if a shard ends or is stuck, or if an answer is lost."""
         found: dict[str, Any] = {}
-        deadline = time.monotonic() + timeout_s
+        started = time.monotonic()
         while len(found) < len(senders):
             received = self._receive(_POLL_S)
             if received is not None and isinstance(received.message, kind):
@@ -276,9 +273,13 @@ class RayStages(Stages):
             elif received is not None:
                 self._handle(received)
             self._check(listening=True)
-            if time.monotonic() > deadline:
-                self._recover((), f"no {kind.__name__} came within {timeout_s:.0f} s")
+            if self._is_quiet_since(started):
+                self._recover((), f"no {kind.__name__} came, and no shard has worked for {self._quiet_s:.0f} s")
         return found
+
+    def _is_quiet_since(self, moment: float) -> bool:
+        """Return whether no shard has worked for so long since then that no answer is going to come."""
+        return time.monotonic() - max(moment, self._pulse.worked_at_s) > self._quiet_s
 
     # --- recovery ---
 
@@ -359,25 +360,36 @@ class RayStages(Stages):
 
     def _connect(self) -> set[str]:
         """Begin a new epoch in which all processes know each other's address. Return the names of shards that do not
-        answer. The coordinator is not waited for: it is checked later, while work goes on. If a link cannot be joined,
-        begin another epoch without a link, and stay without."""
-        self._transport.epoch += 1
+        answer. If the stages have links, begin another epoch when all have ended their work, because they join within
+        seconds. If a link cannot be joined, begin one more without a link, and stay without."""
+        silent, _ = self._begin_epoch("")
         if self._rendezvous is not None:
             self._rendezvous.close()
-        self._rendezvous = Rendezvous(node_address()) if self._links else None
-        self._introduce(self._rendezvous.address if self._rendezvous is not None else "")
-        names, link_error = set(self.replica.shards), ""
-        deadline = time.monotonic() + _CONNECT_TIMEOUT_S
-        while names and time.monotonic() < deadline:
+        self._rendezvous = None
+        if silent or not self._links:
+            return silent
+        self._rendezvous = Rendezvous(node_address())
+        silent, link_error = self._begin_epoch(self._rendezvous.address)
+        if link_error and not silent:
+            self._give_up_link(link_error)
+            return self._connect()
+        return silent
+
+    def _begin_epoch(self, link: str) -> tuple[set[str], str]:
+        """Return the shards that are dead, or do not answer while none works, and why a link cannot be joined. The
+        coordinator is not waited for: it is checked later, while work goes on."""
+        self._transport.epoch += 1
+        self._introduce(link)
+        names, link_error, started = set(self.replica.shards), "", time.monotonic()
+        while names and not self._is_quiet_since(started):
             received = self._transport.receive(_POLL_S)
             message = received.message if received is not None else None
             if received is not None and isinstance(message, wire.Connected) and received.epoch == self._transport.epoch:
                 names.discard(received.sender)
                 link_error = link_error or message.link_error
-        if link_error and not names:
-            self._give_up_link(link_error)
-            return self._connect()
-        return names
+            if dead := names & {*self._pulse.deaths(self.replica.processes), *self.replica.ends()}:
+                return dead, link_error
+        return names, link_error
 
     def _give_up_link(self, reason: str) -> None:
         logger.warning("stages exchange tensors through the host, because no link connects them: %s", reason)

@@ -31,12 +31,13 @@ class Pulse:
 
     If `deaths` is not called for a long while, the listener itself did not run, and perhaps no process did (a suspended
     virtual machine). Only a part of that time counts as silence. Any thread may read `statuses`, the last of each name.
+    worked_at_s: when a process was last seen to have worked, by the clock.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._looked_at = clock()
+        self._looked_at = self.worked_at_s = clock()
         self._asked: dict[str, tuple[Process, Future[Status], float]] = {}
         self.statuses: dict[str, Status] = {}
 
@@ -55,7 +56,9 @@ class Pulse:
                     found[name] = f"{name} has not been heard of for {now - asked_at:.1f} s"
                 continue
             if known is process and answer is not None and answer.exception() is None:  # else its end is known anyway
-                self.statuses[name] = answer.result()
+                before, self.statuses[name] = self.statuses.get(name), answer.result()
+                if before is None or self.statuses[name].worked_s != before.worked_s:
+                    self.worked_at_s = now
                 if self.statuses[name].problem:
                     found[name] = f"{name} {self.statuses[name].problem}"
             if known is not process or now - asked_at >= 1.0:

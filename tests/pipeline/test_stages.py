@@ -3,6 +3,7 @@
 
 import logging
 import random
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from rayspec.choices import choices_of
 from rayspec.config import SamplingParams
-from rayspec.decode.stages import StageLostError
+from rayspec.decode.stages import StageLostError, StagesReplacedError
 from rayspec.decode.strategy import RoundPlan
 from rayspec.decode.work import Pass
 from rayspec.errors import TransportError
 from rayspec.pipeline import server as server_module
 from rayspec.pipeline.messages import Connect, Failed
+from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.server import COORDINATOR, ENGINE, stage_name
 from rayspec.types import OutOfMemoryError, Plan
 from tests.engines import complete, engine_with, finish, plant_trees, requests_for, require_idle, tokens_of
@@ -242,6 +244,42 @@ def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:
         assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
 
 
+@pytest.mark.parametrize("lost", [None, "stage-0"])
+def test_a_shard_that_works_for_long_is_waited_for(lost: str | None) -> None:
+    known = known_cases()
+    with loop_engine(checkpoint("llama"), 2) as run:
+        stages, loop, busy = run.engine.stages, run.loop, run.replica.parts["stage-1"]
+        stages._quiet_s, until = 60.0, loop.clock.now + 1000.0
+
+        def works_until_then() -> None:
+            if loop.clock.now > until:
+                loop.readers["stage-1"] = busy.step
+                busy.step()
+
+        busy.status = lambda: Status("", loop.clock.now, 0)
+        loop.readers["stage-1"] = lambda: None
+        loop.chaos = works_until_then
+        if lost is not None:
+            run.replica.kill(lost)
+        with pytest.raises(StagesReplacedError) if lost else nullcontext():
+            stages.check()
+        assert loop.clock.now > until
+        assert run.replica.num_replaced == (lost is not None)
+        assert tokens_of(complete(run.engine, known.prompts[:2], GREEDY)) == known.expected[:2]
+
+
+def test_an_answer_that_never_comes_is_not_waited_for() -> None:
+    known = known_cases()
+    with loop_engine(checkpoint("llama"), 2) as run:
+        stages = run.engine.stages
+        stages._quiet_s = 60.0
+        run.loop.chaos = lambda: run.loop.links[ENGINE, "stage-1"].clear() if stages._transport.epoch == 1 else None
+        with pytest.raises(StagesReplacedError, match="no Moved came, and no shard has worked for 60 s"):
+            stages.check()
+        assert run.loop.clock.now < 100
+        assert tokens_of(complete(run.engine, known.prompts[:2], GREEDY)) == known.expected[:2]
+
+
 def require_no_link(caplog: pytest.LogCaptureFixture, reason: str) -> set[tuple[int, bool]]:
     """Generate over three stages that are to have a link, of which one dies. Return the epochs, and whether each had a
     link."""
@@ -261,7 +299,7 @@ def require_no_link(caplog: pytest.LogCaptureFixture, reason: str) -> set[tuple[
 def test_a_link_that_cannot_be_joined_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     cannot = TransportError("Duplicate GPU detected")
     with patch.object(server_module.TensorLink, "join", side_effect=cannot):
-        assert require_no_link(caplog, "Duplicate GPU detected") == {(1, True), (2, False), (3, False)}
+        assert require_no_link(caplog, "Duplicate GPU detected") == {(1, False), (2, True), (3, False), (4, False)}
 
 
 def test_stages_on_the_same_gpu_try_no_link(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
