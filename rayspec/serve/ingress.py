@@ -101,7 +101,8 @@ class Ingress:
             turn = places.ask(client, is_large=len(body) > SMALL)
             held.callback(places.leave, client, turn)
             await while_connected(request, deadline.within(turn))
-            await while_connected(request, deadline.within(self._presence(own)))
+            if self.watch.is_absent(own):
+                await while_connected(request, deadline.within(self._presence(own)))
             if not is_streamed:
                 work = fetch(model.respond.remote(kind, body, name, owner, client), deadline)
                 return json_response(await while_connected(request, work))
