@@ -34,7 +34,7 @@ from rayspec.model.cuda.graphs import CudaDriver
 from rayspec.model.fused import draft_head_bytes, fuse, in_one_order
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, CacheSize, KVCache, WindowedPages, bytes_per_slot
-from rayspec.model.load_check import lack_of_memory
+from rayspec.model.load_check import enough_memory, lack_of_memory
 from rayspec.model.matrices import ONE_ORDER
 from rayspec.model.offload import OffloadedWeights, offload
 from rayspec.model.row_counts import (
@@ -90,6 +90,7 @@ def load_weights(config: EngineConfig, *, layers: range | None = None, with_embe
     return load_model(config, layers=layers, with_embedding=with_embedding)
 
 
+@enough_memory()
 def prepare_span(
     config: EngineConfig,
     model: PreTrainedModel,
@@ -98,7 +99,8 @@ def prepare_span(
 ) -> tuple[Decomposition, OffloadedWeights | None, int]:
     """Offload and fuse the sublayers of a loaded model or stage, and make the copies of weights that drafts want.
     Return them with what is offloaded and the bytes of the weights here, without the copies. split: keeps the share of
-    this rank of a stage. Raises ConfigError for an offloaded sublayer that does not exist."""
+    this rank of a stage. Raises ConfigError for an offloaded sublayer that does not exist, and CheckpointError for too
+    little memory."""
     offloaded, options = None, config.offload
     if options is not None:
         num_sublayers = 2 * num_layers(parts.config)
@@ -129,10 +131,11 @@ def prepare_span(
     return parts, offloaded, weight_bytes
 
 
+@enough_memory("lower kv_cache_share, kv_cache_tokens, max_num_batched_tokens or max_num_seqs")
 def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max_model_len: int) -> Runner:
     """Make the runner of these sublayers, with its KV cache, and with static buffers and CUDA graphs where the device
     has the operators. In deterministic mode the row counts of decode passes are fixed: ranks of a stage use a count
-    without testing the kernels."""
+    without testing the kernels. Raises ConfigError and CheckpointError for too little memory."""
     counts = None
     if config.deterministic:
         is_split = config.parallel is not None and config.parallel.tensor > 1

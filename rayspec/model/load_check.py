@@ -294,6 +294,17 @@ def lack_of_memory(error: BaseException) -> str | None:
     return (str(error).splitlines() or ["out of memory"])[0] if is_foreign and is_short else None
 
 
+@contextmanager
+def enough_memory(remedy: str = "use a quantised checkpoint, or set option 'offload' or 'parallel'") -> Iterator[None]:
+    """Raise CheckpointError, with the remedy, in place of an error that torch raises if memory is short."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if (lack := lack_of_memory(error)) is None:
+            raise
+        raise CheckpointError(f"the memory is too small for this model ({lack}): {remedy}") from error
+
+
 def require_finite(expected: Tensor) -> None:
     """Raise CheckpointError for NaN or infinity in what the model computes on plain input."""
     if not bool(expected.isfinite().all()):

@@ -42,6 +42,7 @@ from rayspec.machine import bytes_available, cpu_class
 from rayspec.model import gguf
 from rayspec.model.gguf import find_gguf, located
 from rayspec.model.layer_bytes import decoder_layers
+from rayspec.model.load_check import enough_memory
 from rayspec.model.sources import UNREACHED, check_source, read_index
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -240,9 +241,9 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
         `norm` always. Only files with some of these tensors are opened, or fetched from the hub.
     with_embedding: load the embedding with any layers.
 
-    Raises CheckpointError for unreadable files, missing shards, and missing, unexpected or misshaped tensors of
-    `layers`: transformers would fill such tensors with random numbers and continue. Raises UnsupportedModelError for
-    `layers` of a model without a list of decoder layers, and the errors of `read_config`.
+    Raises CheckpointError for too little memory, unreadable files, missing shards, and missing, unexpected or misshaped
+    tensors of `layers`: transformers would fill such tensors with random numbers and continue. Raises
+    UnsupportedModelError for `layers` of a model without a list of decoder layers, and the errors of `read_config`.
     """
     described = load_config(config)
     device = resolve_device(config.device)
@@ -259,7 +260,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
     if config.quantization_config is not None:
         options |= {"quantization_config": config.quantization_config, "device_map": {"": device}}
     try:
-        with _LOADS:
+        with _LOADS, enough_memory():
             model, info = _load(config, described, layers, with_embedding, options)
     except LOADING_ERRORS as error:
         lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else None
@@ -282,7 +283,8 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
         name = str(model.dtype).removeprefix("torch.")
         logger.warning("the %s weights of %s became plain matrices in %s", settings["quant_method"], config.model, name)
     if config.quantization_config is None:
-        model = model.to(device)
+        with enough_memory():
+            model = model.to(device)
     return model.eval()  # type: ignore[no-any-return]
 
 
