@@ -21,9 +21,9 @@ from rayspec.batch.ray_backend import patient
 from rayspec.batch.rows import Handler, RowEngineFactory, RowTask
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.pipeline.placement import sized
+from rayspec.pipeline.placement import errors_of_actor, sized
 from rayspec.pool.supervisor import start_supervisor
-from rayspec.pool.worker import answer, errors_of_actor, num_engines
+from rayspec.pool.worker import answer, num_engines
 from rayspec.prompts import without_nulls
 from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 

@@ -37,13 +37,12 @@ class SearchFailedError(RayspecError):
 
 
 class Coordinator(Server):
-    """Answers the engine's questions one at a time, with versions. It is stateless: a replacement needs no data from
+    """Answers the engine's questions one at a time. It is stateless: a replacement needs no data from
     it. spans: sublayers [first, last) of every stage."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], secret: Secret) -> None:
         super().__init__(COORDINATOR, secret)
         self._spans = spans
-        self._num_answers = 0
         self._waiting: deque[wire.Search] = deque()  # came during a search
 
     def serve(self) -> None:
@@ -74,13 +73,11 @@ class Coordinator(Server):
             search.begin()
             found = finished(answer(message.question, search, num_sublayers=self._spans[-1][1]))
             found = msgspec.structs.replace(found, seconds=time.perf_counter() - started)
-            self._num_answers += 1
         except SearchFailedError as error:
             reason = str(error)
         finally:
             search.end()
-        search_id, version = message.search_id, self._num_answers
-        self.send(ENGINE, wire.Searched(search_id=search_id, version=version, answer=found, reason=reason))
+        self.send(ENGINE, wire.Searched(search_id=message.search_id, answer=found, reason=reason))
 
 
 @dataclass(eq=False)

@@ -126,10 +126,9 @@ class Search(Message, frozen=True, kw_only=True):
 
 
 class Searched(Message, frozen=True, kw_only=True):
-    """Coordinator to the engine. version: number of the coordinator's answers so far, including this one."""
+    """Coordinator to the engine: the answer to Search; None if the search failed for this reason."""
 
     search_id: int
-    version: int
     answer: Answer | None
     reason: str = ""
 

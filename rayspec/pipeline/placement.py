@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
 
@@ -166,16 +166,26 @@ def kill(processes: Collection[Process]) -> None:
     wait([process.served for process in processes], 5.0)
 
 
+@contextlib.contextmanager
+def errors_of_actor() -> Iterator[None]:
+    """Raise a RayspecError of an actor as it was raised, without the actor's traceback."""
+    try:
+        yield
+    except RayTaskError as error:
+        if isinstance(error.cause, RayspecError):
+            raise error.cause from None
+        raise
+
+
 def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:
     """Return the results of calls of actors. Raises a RayspecError of an actor as it was raised, ShardEndedError after
     the death of an actor, and PlacementError after a timeout or any other error in an actor."""
     done, left = wait(calls, timeout_s, FIRST_EXCEPTION)
     try:
-        for call in done:
-            call.result()
+        with errors_of_actor():
+            for call in done:
+                call.result()
     except RayTaskError as error:
-        if isinstance(error.cause, RayspecError):
-            raise error.cause from None
         raise PlacementError(f"a shard failed while it was started: {first_line(error.cause)}") from error
     except RayError as error:
         raise ShardEndedError(f"a shard ended while it was started: {first_line(error)}") from error

@@ -9,19 +9,26 @@ import itertools
 import pickle
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import Client, EngineDeadError
-from rayspec.pipeline.placement import NoPlaceError, gpus_per_shard, remove_orphaned_groups, sized, wants_gpu
+from rayspec.pipeline.placement import (
+    NoPlaceError,
+    errors_of_actor,
+    gpus_per_shard,
+    remove_orphaned_groups,
+    sized,
+    wants_gpu,
+)
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError, TransportError
 
@@ -402,17 +409,6 @@ def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> flo
     """Return the CPUs to reserve for each of several engines that run on CPUs, in a cluster of `num_cpus`. It is less
     than `wanted` if otherwise no whole CPU would be left for Ray Data."""
     return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
-
-
-@contextmanager
-def errors_of_actor() -> Iterator[None]:
-    """Raise a RayspecError of an actor as it was raised, without the actor's traceback."""
-    try:
-        yield
-    except RayTaskError as error:
-        if isinstance(error.cause, RayspecError):
-            raise error.cause from None
-        raise
 
 
 async def answer(reference: Awaitable[Any]) -> Any:

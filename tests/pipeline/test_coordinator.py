@@ -277,8 +277,8 @@ def test_a_search_that_comes_while_another_is_under_way_has_its_turn() -> None:
         assert isinstance(cosines, Values)
         assert isinstance(feature, Values)
         assert (len(cosines.values), len(feature.values)) == (2 * NUM_LAYERS, HIDDEN_SIZE)
-        versions = [message.version for _, message, _ in run.loop.delivered if isinstance(message, Searched)]
-        assert versions == [1, 2, 3]
+        answered = [message.search_id for _, message, _ in run.loop.delivered if isinstance(message, Searched)]
+        assert answered == [1, 2, 3]
 
 
 def test_a_search_fails_at_once_when_the_coordinator_dies_and_works_with_the_next() -> None:
