@@ -349,8 +349,7 @@ class LLM:
         running: dict[Future[RequestOutput], Request] = {}
         try:
             while True:
-                num_wanted = 0 if at_once == 1 and not arrived.empty() else self.client.num_wanted - len(running)
-                taken = list(itertools.islice(source, min(at_once, num_wanted)))
+                taken = list(itertools.islice(source, min(at_once, self.client.num_wanted - len(running))))
                 try:
                     futures = self.client.submit_all(taken, arrived.put)
                 except EngineDeadError as death:
@@ -363,7 +362,7 @@ class LLM:
                     future.add_done_callback(arrived.put)
                 if not running:
                     return
-                if taken and at_once == 1:
+                if taken and at_once == 1 and arrived.empty():
                     continue
                 news = arrived.get()
                 if isinstance(news, RequestOutput):

@@ -56,7 +56,8 @@ def load_engine(config: EngineConfig, *, with_tokenizer: bool = True) -> Engine:
         with on_device(device), LoadLock(user_folder(config.profile_cache)) as lock:
             lock.share()
             sized = config.sized(total_bytes(device) if device.type == "cuda" else None)
-            info = model_info(sized, load_config(sized), with_tokenizer=with_tokenizer)
+            on_cpu = resolve_device(sized.device).type == "cpu"
+            info = model_info(sized, load_config(sized), with_tokenizer=with_tokenizer, on_cpu=on_cpu)
             model = in_fast_dtype(load_weights(sized), sized)
             try:
                 parts = decompose(model)

@@ -248,7 +248,7 @@ class Engine:
         if late and not (step.chunks or step.decode or self._under_way):
             late[0].wait(_MASKS_S)
         for sequence in step.preempted:
-            self._reopen(sequence)
+            self._forget_state(sequence)
         for sequence in step.admitted:
             self.stats.num_cached_tokens += sequence.num_computed
             if sequence.metrics.num_preemptions == sequence.metrics.num_replays == 0:
@@ -315,7 +315,7 @@ class Engine:
         for sequence in members if self.stages.keeps_state else ():
             if not sequence.finished:
                 self._scheduler.put_back(sequence)
-                self._reopen(sequence)
+                self._forget_state(sequence)
 
     def _commit_round(self, planned: PlannedRound, result: RoundResult) -> None:
         num_tokens, stats = 0, self.stats
@@ -391,11 +391,10 @@ class Engine:
             )
         )
 
-    def _reopen(self, sequence: SequenceState) -> None:
-        """Let the stages drop what they hold of a sequence that begins again."""
+    def _forget_state(self, sequence: SequenceState) -> None:
+        """Forget what is held of a sequence that begins again at position 0."""
         self._planner.forget(sequence)
-        self.stages.close(sequence.sequence_id)
-        self._open(sequence)
+        self.stages.drop_state(sequence.sequence_id)
 
     def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
         if not sequence.finished:

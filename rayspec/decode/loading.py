@@ -61,8 +61,9 @@ _NUM_WARM_BUCKETS = 24
 _NUM_BEHIND = 128
 
 
-def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer: bool) -> ModelInfo:
-    """Return what an engine has to know of the model. Raises ConfigError and CheckpointError."""
+def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer: bool, on_cpu: bool) -> ModelInfo:
+    """Return what an engine has to know of the model. on_cpu: whether the model is on a CPU, perhaps of another node.
+    Raises ConfigError and CheckpointError."""
     tokenizer, given = load_tokenizer(config) if with_tokenizer else None, array("i")
     if (name := config.speculation.corpus) is not None:
         if tokenizer is None:
@@ -80,7 +81,7 @@ def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer:
         adapters=list(config.lora_modules),
         adapter=config.adapter,
         given_texts=given,
-        weights=route_of_weights(config, model),
+        weights=route_of_weights(config, model, on_cpu=on_cpu),
     )
 
 

@@ -164,7 +164,7 @@ class TokenSampler:
         if self.params.has_penalties:
             check_tokens("token_ids", token_ids, self.vocab_size)
             self.uncounted.extend(token_ids)
-            if len(self.uncounted) > _MAX_UNCOUNTED:
+            if len(self.uncounted) > _MAX_UNCOUNTED and "counts" in vars(self):
                 tokens = integers(self.uncounted, self.device)
                 self.counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.float32))
                 self.uncounted = []

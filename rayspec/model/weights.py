@@ -103,8 +103,9 @@ def _become_plain(config: PretrainedConfig, formats: Collection[str]) -> None:
         settings["dequantize"] = True
 
 
-def route_of_weights(config: EngineConfig, found: PretrainedConfig) -> str:
-    """Say what becomes of quantised weights at load; "" for a checkpoint without. found: of `load_config`."""
+def route_of_weights(config: EngineConfig, found: PretrainedConfig, *, on_cpu: bool) -> str:
+    """Say what becomes of quantised weights at load; "" for a checkpoint without. found: of `load_config`. on_cpu:
+    whether they are loaded to a CPU."""
     if find_gguf(config.model, config.revision) is not None:
         name, is_plain = "GGUF", True
     else:
@@ -113,8 +114,7 @@ def route_of_weights(config: EngineConfig, found: PretrainedConfig) -> str:
             return ""
         values = settings if isinstance(settings, dict) else settings.to_dict()
         name = str(values.get("quant_method", "quantised")).rpartition(".")[2].lower()
-        is_plain = bool(values.get("dequantize"))
-        is_plain |= name in _PLAIN_ON_CPU and resolve_device(config.device).type == "cpu"
+        is_plain = bool(values.get("dequantize")) or (on_cpu and name in _PLAIN_ON_CPU)
     if not is_plain:
         return f"{name}: stay quantised, in modules of transformers; drafts have no copies of fewer bits"
     own_bits = "; passes of few rows use the checkpoint's own 4 bits (own_bits)" if config.own_bits else ""

@@ -52,8 +52,9 @@ def load_pipeline(
             raise UnsupportedModelError(f"option 'tensor' is {options.tensor}: set it to 1, because {why_undivided}")
         if sizes.why_whole:
             raise UnsupportedModelError(f"{sizes.why_whole}, so it cannot be cut into stages: remove option 'parallel'")
-    config, info = sized(config), model_info(config, model, with_tokenizer=with_tokenizer)
     num_gpus, window = gpus_per_shard(config, options), sizes.window if sizes.splits else None
+    info = model_info(config, model, with_tokenizer=with_tokenizer, on_cpu=not num_gpus)
+    config = sized(config)
     blueprint = Blueprint(
         config=config.replace(parallel=options),
         costs=_costs(config, options, sizes, info.max_model_len),

@@ -147,9 +147,9 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
 
 
 def _num_cpus(config: LLMConfig) -> float:
-    """Return the Ray CPUs that all replicas of a model reserve unless `ray_actor_options` say otherwise."""
-    parallel = config.engine.parallel
-    return config.num_replicas * (parallel.num_cpus if parallel is not None else 1)
+    """Return the Ray CPUs that all replicas of a model reserve, and their shards."""
+    parallel, own = config.engine.parallel, float(config.deployment_config.ray_actor_options.get("num_cpus", 1))
+    return config.num_replicas * (own + (parallel.num_cpus - 1 if parallel is not None else 0))
 
 
 def _check_folder(name: str) -> None:

@@ -16,6 +16,7 @@ from rayspec.model.weights import (
     load_tokenizer,
     num_layers,
     resolve_device,
+    route_of_weights,
     vocab_size,
     weights_fingerprint,
 )
@@ -80,6 +81,15 @@ def test_a_value_in_the_config_that_torch_refuses_is_named(tmp_path: Path) -> No
     (folder / "config.json").write_text(json.dumps(content | {"pad_token_id": 10**6}), encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"could not be loaded: Padding_idx .* \(see its config.json\)"):
         load_model(_config(folder))
+
+
+@pytest.mark.parametrize(("on_cpu", "said"), [(True, "fp8: become plain"), (False, "fp8: stay quantised")])
+def test_what_becomes_of_weights_is_said_where_they_are_not_loaded(on_cpu: bool, said: str) -> None:
+    """The process that owns the shards of a model on GPUs may have none."""
+    config = EngineConfig(model=demo.model_path(), device="cuda")
+    found = load_config(config)
+    found.quantization_config = {"quant_method": "fp8"}
+    assert route_of_weights(config, found, on_cpu=on_cpu).startswith(said)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

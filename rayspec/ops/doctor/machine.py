@@ -270,13 +270,14 @@ def check_model(model: str) -> tuple[Finding, str | None]:
 def check_weights(model: str) -> list[Finding]:
     """Say what becomes of the weights of a quantised checkpoint. model: where its files are."""
     from rayspec.config import EngineConfig  # noqa: PLC0415 - they bring torch and transformers
-    from rayspec.model.weights import load_config, route_of_weights  # noqa: PLC0415
+    from rayspec.model.weights import load_config, resolve_device, route_of_weights  # noqa: PLC0415
 
     config = EngineConfig(model=model)
     try:
-        route = route_of_weights(config, load_config(config))
+        on_cpu = resolve_device(config.device).type == "cpu"
+        route = route_of_weights(config, load_config(config), on_cpu=on_cpu)
     except RayspecError as error:
-        return [problem("quantised weights", str(error), "see docs/guides/python.md, Quantised checkpoints")]
+        return [warning("model config", str(error), "the options 'trust_remote_code' or 'model', as the message says")]
     return [ok("quantised weights", route)] if route else []
 
 
