@@ -18,7 +18,7 @@ help: ## list the targets
 
 setup: $(STAMP) ## make .venv and install rayspec into it (nothing to do when up to date)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml hatch_build.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@# pip chooses the build of torch; uv installs the rest in a tenth of the time, or pip where uv cannot.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch uv

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 LEAST_S = 60.0
 _MARGIN = 20.0
-_UNPREDICTED_S = 1200.0
+_UNPREDICTED_S, _MOST_UNPREDICTED_S = 1200.0, 7200.0
 _IDLE_SHARE = 0.01
 _LONGEST_LOOK_S = 2.5  # if the judge looks later than that, the whole process was not running
 _DECAY = 0.5
@@ -67,7 +67,7 @@ class Progress:
     A task is stuck if it has lasted `least_s` and 20 times as long as expected from earlier tasks of its kind. A busy
     machine is no reason: only seconds count in which the thread has used CPU time for this task, or the latest seconds
     in which it has used none. A task without an expectation (the first of its kind, a plan search, a measurement) is
-    stuck after 20 minutes without any CPU time.
+    stuck after 20 minutes without any CPU time, or two hours of it: a thread that waits for a GPU may spin.
     """
 
     def __init__(
@@ -123,10 +123,12 @@ class Progress:
         self._cpu_s = cpu_s
         lasted_s = now_s - task.started_s
         if task.expected_s is None:
-            if self._idle_s < max(least_s, _UNPREDICTED_S):
+            used_s = cpu_s - self._began_cpu_s
+            is_asleep = self._idle_s >= max(least_s, _UNPREDICTED_S)
+            if not is_asleep and used_s < max(least_s, _MOST_UNPREDICTED_S):
                 return None
-            why = f"used no CPU time for the last {self._idle_s:.0f} s"
-            return f"has not finished a task for {lasted_s:.0f} s, and {why}"
+            why = f"no CPU time for the last {self._idle_s:.0f} s" if is_asleep else f"{used_s:.0f} s of CPU time"
+            return f"has not finished a task for {lasted_s:.0f} s, and used {why}"
         if max(self._idle_s, cpu_s - self._began_cpu_s) < max(least_s, _MARGIN * task.expected_s):
             return None
         why = f"the pass was expected to take {task.expected_s:.2g} s"

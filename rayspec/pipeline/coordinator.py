@@ -37,8 +37,8 @@ class SearchFailedError(RayspecError):
 
 
 class Coordinator(Server):
-    """Answers the engine's questions one at a time. It is stateless: a replacement needs no data from
-    it. spans: sublayers [first, last) of every stage."""
+    """Answers the engine's questions one at a time. It is stateless: a replacement needs no data from it. spans:
+    sublayers [first, last) of every stage."""
 
     def __init__(self, spans: Sequence[tuple[int, int]], secret: Secret) -> None:
         super().__init__(COORDINATOR, secret)
@@ -106,7 +106,8 @@ class RemoteSearch:
         self._stage_of = [stage for stage, (first, last) in enumerate(spans) for _ in range(first, last)]
 
     def begin(self) -> None:
-        """Let the shards prepare the tapped states. Raises SearchFailedError if a shard has dropped some of them."""
+        """Let the shards prepare the tapped states. Raises SearchFailedError if a shard has dropped some of them,
+        or has no memory for the search."""
         message = self._message
         seek = wire.Seek(search_id=message.search_id, tokens=message.tokens, rows=message.rows)
         for stage in range(len(self._spans)):

@@ -82,7 +82,7 @@ class RayStages(Stages):
         if self._links and replica.stages_share_gpus:
             self._give_up_link("some of them are on the same GPU, which NCCL does not allow")
         if silent := self._connect():
-            raise TransportError(f"{', '.join(sorted(silent))} did not answer")
+            raise TransportError("; ".join(silent.values()))
 
     @property
     def num_sublayers(self) -> int:
@@ -351,16 +351,16 @@ class RayStages(Stages):
                 if not silent:
                     self.recovery_s.append(time.monotonic() - started)
                     raise StagesReplacedError(reason)
-                reason, names = f"{reason}; then: no answer from {', '.join(sorted(silent))}", silent
+                reason, names = f"{reason}; then: {'; '.join(silent.values())}", silent
             self._lost = StageLostError(f"{reason} (max_restarts is {self.replica.blueprint.options.max_restarts})")
             self.replica.close()
             raise self._lost
         finally:
             self.is_recovering = False
 
-    def _connect(self) -> set[str]:
-        """Begin a new epoch in which all processes know each other's address. Return the names of shards that do not
-        answer. If the stages have links, begin another epoch when all have ended their work, because they join within
+    def _connect(self) -> dict[str, str]:
+        """Begin a new epoch in which all processes know each other's address. Return the shards that do not answer, and
+        why. If the stages have links, begin another epoch when all have ended their work, because they join within
         seconds. If a link cannot be joined, begin one more without a link, and stay without."""
         silent, _ = self._begin_epoch("")
         if self._rendezvous is not None:
@@ -375,9 +375,9 @@ class RayStages(Stages):
             return self._connect()
         return silent
 
-    def _begin_epoch(self, link: str) -> tuple[set[str], str]:
-        """Return the shards that are dead, or do not answer while none works, and why a link cannot be joined. The
-        coordinator is not waited for: it is checked later, while work goes on."""
+    def _begin_epoch(self, link: str) -> tuple[dict[str, str], str]:
+        """Return the shards that are dead, or do not answer while none works, with the reasons, and why a link cannot
+        be joined. The coordinator is not waited for: it is checked later, while work goes on."""
         self._transport.epoch += 1
         self._introduce(link)
         names, link_error, started = set(self.replica.shards), "", time.monotonic()
@@ -387,9 +387,10 @@ class RayStages(Stages):
             if received is not None and isinstance(message, wire.Connected) and received.epoch == self._transport.epoch:
                 names.discard(received.sender)
                 link_error = link_error or message.link_error
-            if dead := names & {*self._pulse.deaths(self.replica.processes), *self.replica.ends()}:
+            ends = {**self._pulse.deaths(self.replica.processes), **self.replica.ends()}
+            if dead := {name: why for name, why in ends.items() if name in names}:
                 return dead, link_error
-        return names, link_error
+        return {name: f"{name} did not answer" for name in sorted(names)}, link_error
 
     def _give_up_link(self, reason: str) -> None:
         logger.warning("stages exchange tensors through the host, because no link connects them: %s", reason)

@@ -381,10 +381,10 @@ class Shard(Server):
             elif self._seeking is not None and self._seeking.search_id == message.search_id:
                 self._expand(message, tensors, self._seeking)
         except Exception as error:  # noqa: BLE001 - `out_of_memory` raises others
-            missing = "captured states of some tokens any more"
+            problem = f"{self.name} has no captured states of some tokens any more"
             if not isinstance(error, TapsGoneError):
-                missing = f"memory for a search: {out_of_memory(error)}"
-            self._send(COORDINATOR, wire.Sought(search_id=message.search_id, error=f"{self.name} has no {missing}"))
+                problem = f"{self.name} has too little memory for a search: {out_of_memory(error)}"
+            self._send(COORDINATOR, wire.Sought(search_id=message.search_id, error=problem))
 
     def _seek(self, message: wire.Seek) -> None:
         self._seeking = None

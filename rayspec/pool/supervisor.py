@@ -235,6 +235,9 @@ class EngineSupervisor:
                     engine.end()
                     raise
                 self._was_loaded = slot.has_place = True
+                if not slot.is_usable:  # it was lost meanwhile, with another
+                    engine.end()
+                    break
                 slot.engine = engine
                 engine.share = partial(self._share, engine)
                 break

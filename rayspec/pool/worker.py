@@ -363,9 +363,9 @@ def start_worker(factory: EngineFactory) -> Any:
     # Of the worker's own process: shards have reservations of their own. Ray Data needs a whole CPU besides.
     reserved: dict[str, Any] = {"num_cpus": float(num_cpus >= _MIN_CPUS_TO_RESERVE), "num_gpus": int(wants_gpu(config))}
     if whole.parallel is not None and config.parallel is None:
-        num_gpus, wanted = gpus_per_shard(whole, whole.parallel), whole.parallel.cpus_per_shard
-        cpus = wanted if num_gpus else cpus_of_replica(wanted, whole, num_cpus)
-        reserved = {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": whole.parallel.labels or None}
+        cpus = cpus_of_replica(whole.parallel.cpus_per_shard, whole, num_cpus)
+        num_gpus, labels = gpus_per_shard(whole, whole.parallel), whole.parallel.labels or None
+        reserved = {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": labels}
     options = reserved | {
         "max_concurrency": 64,
         "max_restarts": 0,
@@ -406,8 +406,8 @@ def num_engines(config: EngineConfig) -> int:
 
 
 def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> float:
-    """Return the CPUs to reserve for each of several engines that run on CPUs, in a cluster of `num_cpus`. It is less
-    than `wanted` if otherwise no whole CPU would be left for Ray Data."""
+    """Return the CPUs to reserve for each of several engines, in a cluster of `num_cpus`. It is less than `wanted` if
+    otherwise no whole CPU would be left for Ray Data."""
     return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
 
 

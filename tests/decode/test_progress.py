@@ -63,7 +63,16 @@ def test_the_first_of_a_kind_and_a_search_may_take_as_long_as_they_work(lab: Lab
             assert lab.watched(1190, 0.0) is None
             found = lab.watched(20, 0.0)
         assert found is not None
-        assert "used no CPU time" in found
+        assert "used no CPU time for the last" in found
+
+
+def test_a_thread_that_spins_for_hours_in_one_task_is_stuck(lab: Lab) -> None:
+    """As one that waits for a GPU that never answers."""
+    with lab.progress.of("measure", None):
+        assert lab.watched(7000, 1.0) is None
+        found = lab.watched(300, 1.0)
+    assert found is not None
+    assert "of CPU time" in found
 
 
 def test_a_process_that_was_stopped_and_goes_on_is_not_stuck(lab: Lab) -> None:
