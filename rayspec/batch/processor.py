@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from rayspec.batch.ray_backend import patient
 from rayspec.batch.rows import Handler, RowEngineFactory, RowTask
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings
 from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.pipeline.placement import errors_of_actor, sized
 from rayspec.pool.supervisor import start_supervisor
 from rayspec.pool.worker import answer, num_engines
@@ -202,7 +203,8 @@ class PreparedRowTask:
         async def complete(row: Mapping[str, Any]) -> Row:
             try:
                 params = _sampling_params(self.settings.sampling, row.get("sampling_params"))
-                tokens = await asyncio.to_thread(_prompt_tokens, engine, row)
+                size = sum(len(str(row.get(name))) for name in ("messages", "prompt"))
+                tokens = await in_thread_if_large(partial(_prompt_tokens, engine, row), size)
                 output = await engine.run(tokens, params)
             except (RequestError, ConfigError) as error:
                 return {

@@ -23,7 +23,7 @@ from rayspec.serve.app import bind_models, bind_runner, with_sizes
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
-from rayspec.serve.options import LLMConfig, ServeOptions
+from rayspec.serve.options import ServeOptions
 from rayspec.types import ConfigError, RayspecError
 
 _APP = "rayspec"
@@ -95,7 +95,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
                 check_adapters(engine.lora_modules)
         if options.batches is not None and _RAY_ADDRESS not in os.environ:
             _check_folder(options.batches)
-        with ray_session(sum(map(_num_cpus, options.llm_configs))):
+        with ray_session(sum(config.num_cpus for config in options.llm_configs)):
             if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
                 raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")
             try:
@@ -144,12 +144,6 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
         _wait_until(lambda: ingress.entry.num_under_way == 0, timeout_s=longest_s)
     for name in names:
         serve.delete(name)
-
-
-def _num_cpus(config: LLMConfig) -> float:
-    """Return the Ray CPUs that all replicas of a model reserve, and their shards."""
-    parallel, own = config.engine.parallel, float(config.deployment_config.ray_actor_options.get("num_cpus", 1))
-    return config.num_replicas * (own + (parallel.num_cpus - 1 if parallel is not None else 0))
 
 
 def _check_folder(name: str) -> None:

@@ -93,6 +93,14 @@ def test_what_is_wrong_is_named_with_a_remedy(args: dict[str, Any], words: list[
     assert not {"good", "two words"} & set(str(raised.value).split("'")), "keys are secret"
 
 
+@pytest.mark.parametrize(("own", "num_cpus"), [(0.5, 0.5), (None, 1), ("two", 1)])
+def test_a_private_ray_has_the_cpus_of_replicas_and_shards(own: Any, num_cpus: float) -> None:
+    deployment = {"num_replicas": 3, "ray_actor_options": {"num_cpus": own}}
+    assert options(model(deployment_config=deployment)).llm_configs[0].num_cpus == 3 * num_cpus
+    stages = model(deployment_config=deployment, engine_kwargs={"parallel": {"stages": 2, "tensor": 2}})
+    assert options(stages).llm_configs[0].num_cpus == 3 * (num_cpus + 4)
+
+
 def test_quoted_numbers_and_capital_letters_mean_the_same() -> None:
     scaling = {"autoscaling_config": {"min_replicas": "0", "max_replicas": "2"}}
     chosen = options(model(deployment_config=scaling), allowed_hosts=["API.Example.org"])
