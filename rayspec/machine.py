@@ -15,6 +15,8 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from rayspec.errors import ConfigError
+
 _ROOT = Path("/")
 # Numbers of the calls sched_setattr and sched_getattr. Their argument: size, policy, flags, nice, priority, runtime,
 # deadline and period. Policies with shares of a core. The longest turn that the kernel allows, in nanoseconds.
@@ -79,8 +81,16 @@ def waited_for_core_s() -> float:
 
 
 def user_folder(folder: str | None) -> Path:
-    """Return the folder of measurements and of fetched models, by default in the user's cache."""
-    return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rayspec"
+    """Return the folder of measurements and of fetched models, by default in the user's cache. Raises ConfigError for a
+    user without a home."""
+    if folder:
+        return Path(folder)
+    if cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(cache) / "rayspec"
+    try:
+        return Path.home() / ".cache" / "rayspec"
+    except RuntimeError as error:
+        raise ConfigError(f"user {os.getuid()} has no home folder: set HOME or XDG_CACHE_HOME to a folder") from error
 
 
 def write_at_once(path: Path, content: bytes) -> None:

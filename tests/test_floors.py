@@ -53,7 +53,7 @@ FLOORS = (
     Floor(name="rayspec.errors", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.choices", below=frozenset(), only=frozenset()),
     Floor(name="rayspec.vllm_names", below=frozenset({"rayspec.errors"}), only=frozenset()),
-    Floor(name="rayspec.machine", below=frozenset(), only=frozenset()),
+    Floor(name="rayspec.machine", below=frozenset({"rayspec.errors"}), only=frozenset()),
     Floor(name="rayspec.structured", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.types", below=BASEMENT, only=frozenset()),
     Floor(name="rayspec.prompts", below=BASEMENT, only=frozenset()),

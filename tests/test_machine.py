@@ -1,13 +1,23 @@
 """Memory and cores of this process, by made-up files of the kernel, and in real control groups if they can be made."""
 
 import os
+import pwd
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, num_cores, take_long_turns
+from rayspec.errors import ConfigError
+from rayspec.machine import (
+    bytes_available,
+    bytes_in_total,
+    cpu_class,
+    cpu_name,
+    num_cores,
+    take_long_turns,
+    user_folder,
+)
 
 GIB = 2**30
 MEMINFO = "MemTotal:       67108864 kB\nMemFree:         1048576 kB\nMemAvailable:   33554432 kB\n"  # 64, 1 and 32 GiB
@@ -133,3 +143,18 @@ def test_a_thread_with_long_turns_keeps_its_priority() -> None:
     thread.start()
     thread.join()
     assert found == [100_000_000, 5]
+
+
+def test_a_user_without_a_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a container that runs as any user id."""
+
+    def nobody(number: int) -> None:
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ConfigError, match=r"user \d+ has no home folder: set HOME or XDG_CACHE_HOME to a folder"):
+        user_folder(None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_folder(None) == tmp_path / "rayspec"
