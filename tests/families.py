@@ -160,11 +160,6 @@ def int4_checkpoints(family: str, folder: Path) -> tuple[Path, Path]:
         numbers = (levels.view(len(weight), -1, 8) + 8).long() << torch.arange(0, 32, 4)
         packed[f"{name}_packed"] = numbers.sum(-1).to(torch.uint32).view(torch.int32)
         packed[f"{name}_scale"], packed[f"{name}_shape"] = scales[..., 0].contiguous(), torch.tensor(weight.shape)
-    folders = folder / "packed", folder / "plain"
-    for one, tensors in zip(folders, (packed, plain), strict=True):
-        shutil.copytree(checkpoint(family), one)
-        save_file(tensors, one / "model.safetensors", metadata={"format": "pt"})
-    file = folders[0] / "config.json"
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
     settings = {
         "quant_method": "compressed-tensors",
@@ -173,6 +168,59 @@ def int4_checkpoints(family: str, folder: Path) -> tuple[Path, Path]:
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
         "ignore": ["lm_head"],
     }
+    return _saved(family, folder, packed, plain, settings)
+
+
+def packed_checkpoints(
+    family: str, folder: Path, *, layout: str = "gptq", bits: int = 4, in_order: bool = True
+) -> tuple[Path, Path]:
+    """The family's checkpoint with random weights of few bits: as GPTQ (or its second format "gptq_v2") or AWQ packs
+    them, and as plain matrices. in_order: whether groups are of neighbouring columns."""
+    packed, plain = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    random_numbers = torch.Generator().manual_seed(0)
+    places = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7] if layout == "awq" else range(32 // bits))
+
+    def in_numbers(levels: torch.Tensor) -> torch.Tensor:
+        joined = levels.view(len(levels), -1, len(places)) << (bits * places)
+        return joined.sum(-1).to(torch.uint32).view(torch.int32)
+
+    for name, weight in load_file(Path(checkpoint(family)) / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            packed[name] = plain[name] = weight
+            continue
+        (num_rows, num_columns), place = weight.shape, name.removesuffix(".weight")
+        levels = torch.randint(2**bits, (num_columns, num_rows), generator=random_numbers)
+        zeros = torch.randint(
+            2**bits // 2 - 1, 2**bits // 2 + 1, (num_columns // 32, num_rows), generator=random_numbers
+        )
+        scales = (torch.rand(zeros.shape, generator=random_numbers) / 2**bits).half()
+        groups = torch.arange(num_columns) // 32
+        if not in_order:
+            groups = groups[torch.randperm(num_columns, generator=random_numbers)]
+        plain[name] = ((levels - zeros[groups]) * scales.float()[groups]).T.contiguous()
+        packed[f"{place}.scales"] = scales
+        packed[f"{place}.qzeros"] = in_numbers(zeros - 1 if layout == "gptq" else zeros)
+        numbers = in_numbers(levels) if layout == "awq" else in_numbers(levels.T.contiguous()).T
+        packed[f"{place}.qweight"] = numbers.contiguous()
+        if layout != "awq":
+            packed[f"{place}.g_idx"] = groups.int()
+    settings = {"quant_method": layout.removesuffix("_v2"), "bits": bits, "group_size": 32}
+    settings["version" if layout == "awq" else "checkpoint_format"] = "gemm" if layout == "awq" else layout
+    return _saved(family, folder, packed, plain, settings)
+
+
+def _saved(
+    family: str,
+    folder: Path,
+    packed: dict[str, torch.Tensor],
+    plain: dict[str, torch.Tensor],
+    settings: dict[str, Any],
+) -> tuple[Path, Path]:
+    folders = folder / "packed", folder / "plain"
+    for one, tensors in zip(folders, (packed, plain), strict=True):
+        shutil.copytree(checkpoint(family), one)
+        save_file(tensors, one / "model.safetensors", metadata={"format": "pt"})
+    file = folders[0] / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": settings}))
     return folders
 

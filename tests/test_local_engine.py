@@ -1,6 +1,7 @@
 """Engines from their options: which choices drafts have, where copies are not allowed, not wanted or not possible."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import CheckpointError, ConfigError
 from tests.engines import complete, tokens_of
 from tests.exhaustive import few_of
-from tests.families import FAMILIES, cases, checkpoint, int4_checkpoints, modules_of, small_config
+from tests.families import FAMILIES, cases, checkpoint, int4_checkpoints, modules_of, packed_checkpoints, small_config
 from tests.strategy_cases import saved_plan
 
 PARAMS = SamplingParams(temperature=0, max_tokens=16)
@@ -161,17 +162,21 @@ def test_other_data_types_draft_by_copies(dtype: str, choice: Choice) -> None:
     assert engine.stats.num_accepted_tokens > 0
 
 
-def test_a_checkpoint_in_compressed_tensors_drafts_as_a_plain_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("name", "make"), [("compressed-tensors", int4_checkpoints), ("gptq", packed_checkpoints)], ids=str
+)
+def test_a_checkpoint_of_4_bits_drafts_as_a_plain_one(
+    name: str, make: Callable[[str, Path], tuple[Path, Path]], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pytest.importorskip("compressed_tensors")
-    packed, plain = map(str, int4_checkpoints("llama", tmp_path))
+    if name == "compressed-tensors":
+        pytest.importorskip("compressed_tensors")
+    packed, plain = map(str, make("llama", tmp_path))
     known = cases(plain, (37, 3, 90), 16)
     for more in ({"strategy": "static", "skip": (2,)}, INT4):
         engine = load_engine(small_config(packed, max_model_len=256, speculation=more), with_tokenizer=False)
         assert tokens_of(complete(engine, known.prompts, PARAMS)) == known.expected
         assert engine.stats.num_accepted_tokens > 0
-        assert engine.stats.weights == "compressed-tensors: become plain matrices at load"
+        assert engine.stats.weights == f"{name}: become plain matrices at load"
     assert "became plain matrices in float32" in caplog.text
 
 

@@ -19,7 +19,6 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import PretrainedConfig
 from transformers import modeling_gguf_pytorch_utils as of_gguf
-from transformers.quantizers import quantizer_gguf
 from transformers.utils import logging as transformers_logging
 
 from rayspec.machine import bytes_available
@@ -101,7 +100,7 @@ def _quiet() -> Iterator[None]:
     """Hide transformers' progress bars, and its advice about blocks that stay packed, which they do not here."""
     setattr(of_gguf, "tqdm", transformers_logging.tqdm)  # noqa: B010 - its own bar cannot be hidden
     hook = transformers_logging.set_tqdm_hook(lambda make, args, keywords: make(*args, **keywords | {"disable": True}))
-    advice = logging.getLogger(quantizer_gguf.__name__)
+    advice = logging.getLogger("transformers.quantizers.quantizer_gguf")
     level = advice.level
     advice.setLevel(logging.ERROR)
     try:

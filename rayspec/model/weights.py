@@ -43,6 +43,7 @@ from rayspec.model import gguf
 from rayspec.model.gguf import find_gguf, located
 from rayspec.model.layer_bytes import decoder_layers
 from rayspec.model.load_check import enough_memory
+from rayspec.model.packed import can_unpack, for_unpacking
 from rayspec.model.sources import UNREACHED, check_source, read_index
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
@@ -99,7 +100,7 @@ _PLAIN, _PLAIN_ON_CPU = ("compressed-tensors",), ("fp8", "mxfp4")
 def _become_plain(config: PretrainedConfig, formats: Collection[str]) -> None:
     """Let transformers make the weights of a checkpoint in one of these formats plain at load."""
     settings = getattr(config, "quantization_config", None)
-    if isinstance(settings, dict) and settings.get("quant_method") in formats:
+    if isinstance(settings, dict) and (settings.get("quant_method") in formats or can_unpack(settings)):
         settings["dequantize"] = True
 
 
@@ -249,6 +250,9 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
     device = resolve_device(config.device)
     if device.type == "cpu":
         _become_plain(described, _PLAIN_ON_CPU)
+    settings = getattr(described, "quantization_config", None)
+    if isinstance(settings, dict) and can_unpack(settings):
+        described.quantization_config = for_unpacking(settings)
     options: dict[str, Any] = {
         "dtype": config.dtype if config.dtype == "auto" else getattr(torch, config.dtype),
         "attn_implementation": None,  # the family's default, whatever config.json says
@@ -278,7 +282,6 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
                 f"model {config.model!r} has {len(names)} {problem.replace('_', ' ')}, such as {names[0]}: "
                 "the checkpoint does not belong to its config.json, or is incomplete; fetch it again"
             )
-    settings = getattr(described, "quantization_config", None)
     if isinstance(settings, dict) and settings.get("dequantize"):
         name = str(model.dtype).removeprefix("torch.")
         logger.warning("the %s weights of %s became plain matrices in %s", settings["quant_method"], config.model, name)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -34,6 +34,7 @@ from tests.families import (
     fp8_checkpoint,
     int4_checkpoints,
     modules_of,
+    packed_checkpoints,
     ragged_prompts,
 )
 
@@ -293,6 +294,37 @@ def test_spans_of_a_checkpoint_in_compressed_tensors(tmp_path: Path) -> None:
     _require_same_tensors(load_model(_config(packed)), whole)
     for layers in CUTS[3]:
         _require_same_tensors(load_model(_config(packed), layers=layers), whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"layout": "awq"}),
+        ("qwen2", {"layout": "gptq", "in_order": False}),
+        ("qwen3_moe", {"layout": "gptq", "bits": 8}),
+        ("qwen3", {"layout": "gptq_v2", "bits": 2}),
+    ],
+)
+def test_spans_of_a_checkpoint_in_gptq_and_awq(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    packed, plain = packed_checkpoints(family, tmp_path, **options)
+    whole = load_model(_config(plain))
+    _require_same_tensors(load_model(_config(packed)), whole)
+    for layers in CUTS[3]:
+        _require_same_tensors(load_model(_config(packed), layers=layers), whole)
+
+
+def test_biases_of_gptq_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> None:
+    packed, plain = packed_checkpoints("llama", tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    bias = torch.zeros_like(tensors["model.layers.1.self_attn.o_proj.scales"][0])
+    for value in (0, 1):
+        extra = {f"model.layers.{n}.self_attn.o_proj.bias": bias + value for n in range(4)}
+        save_file(tensors | extra, packed / "model.safetensors", metadata={"format": "pt"})
+        if value == 0:
+            _require_same_tensors(load_model(_config(packed), layers=range(2)), load_model(_config(plain)))
+            continue
+        with pytest.raises(CheckpointError, match=r"4 unexpected keys, such as model.layers.0.self_attn.o_proj.bias"):
+            load_model(_config(packed))
 
 
 def test_spans_of_a_quantized_checkpoint(tmp_path: Path) -> None:
