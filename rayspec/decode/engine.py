@@ -250,6 +250,7 @@ class Engine:
         for sequence in step.preempted:
             self._forget_state(sequence)
         for sequence in step.admitted:
+            sequence.begin_lookup()
             self.stats.num_cached_tokens += sequence.num_computed
             if sequence.metrics.num_preemptions == sequence.metrics.num_replays == 0:
                 sequence.metrics.num_cached_tokens = sequence.num_computed

@@ -77,6 +77,7 @@ class SequenceState:
     sum_logprob: float = 0.0  # of these
     taken_end: bool = False
     lookup: LookupIndex | None = None  # None if nothing is looked up
+    first: SequenceState | None = None  # of the request; None in the first
     constraint: Constraint | None = None  # None without a form of the output
     lookahead: Lookahead | None = None  # created at the first guess
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -140,6 +141,11 @@ class SequenceState:
         self.num_computed = num_tokens
         if self.lookup is not None:
             self.lookup.extend_to(self.token_ids, self.num_computed)
+
+    def begin_lookup(self) -> None:
+        """Index the prompt as far as the request's first sequence has, which costs little."""
+        if self.lookup is not None and self.first is not None and self.first.lookup is not None:
+            self.lookup.begin_as(self.first.lookup, self.num_prompt_tokens)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -325,8 +331,8 @@ class Requests(dict[str, LiveRequest]):
         if params.structured_outputs is not None:
             self._model.grammars.compiled(params.structured_outputs).result()
         sequences = [self._new_sequence(request, index, token_ids, params) for index in range(params.n)]
-        for sequence in sequences:
-            sequence.prompt_hashes = sequences[0].prompt_hashes
+        for sequence in sequences[1:]:
+            sequence.first, sequence.prompt_hashes = sequences[0], sequences[0].prompt_hashes
         if sequences[0].max_total_tokens > self._num_slots:
             raise OutOfMemoryError(
                 f"the request may need {sequences[0].max_total_tokens} tokens of KV cache, more than there are: "

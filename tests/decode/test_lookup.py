@@ -1,13 +1,14 @@
 """Tokens that are looked up, recycled and proposed."""
 
 from collections.abc import Sequence
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rayspec import LLM, SamplingParams
 from rayspec.config import SpeculationOptions
 from rayspec.decode.drafting import lookup
 from rayspec.decode.drafting.lookup import AMBIGUOUS, NOTHING, SINGLE, UNANIMOUS, LookupIndex, Proposal, match_classes
@@ -15,6 +16,7 @@ from rayspec.decode.requests import SequenceState
 from rayspec.decode.round_planner import NUM_SUCCESSORS, Likeliest, Proposer, Successors
 from rayspec.decode.work import Draft, RoundEntry
 from tests.decode.samplers import sequence_of
+from tests.demo_model import shallow_demo
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 
@@ -62,17 +64,30 @@ def by_the_book(
 def test_the_longest_of_the_latest_matches_is_found(
     text: list[int], drafted: list[int], ngram: int, shortest: int, num_tokens: int, data: st.DataObject
 ) -> None:
-    """Built at once and as it grows, with hashes that are sorted in sooner or later."""
+    """Built at once, as it grows, and from a part of another index, with hashes that are sorted in sooner or later."""
     lengths = max(ngram, shortest), min(ngram, shortest)
     expected = by_the_book(text + drafted, lengths[0], num_tokens, num_drafted=len(drafted), shortest=lengths[1])
     with patch.object(lookup, "_MAX_UNSORTED", data.draw(st.integers(0, 30))):
-        at_once, grown = LookupIndex(*lengths), LookupIndex(*lengths)
+        at_once, grown, continued = LookupIndex(*lengths), LookupIndex(*lengths), LookupIndex(*lengths)
         at_once.extend_to(text)
         for end in data.draw(st.lists(st.integers(0, len(text)))):
             grown.extend_to(text, end)
         grown.extend_to(text)
-    for index in (at_once, grown, grown):  # the drafted tokens are not kept
+        continued.begin_as(grown, data.draw(st.integers(0, len(text))))
+        continued.extend_to(text)
+    for index in (at_once, grown, grown, continued):  # the drafted tokens are not kept
         assert index.propose(num_tokens, drafted) == expected
+
+
+def test_the_sequences_of_a_request_index_its_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup, "_MAX_UNSORTED", 100)
+    monkeypatch.setattr(lookup, "_hashes", hashes := Mock(wraps=lookup._hashes))
+    llm = LLM(shallow_demo(), dtype="float32", num_threads=1, max_model_len=512)
+    prompt = {"prompt_token_ids": [token % 89 for token in range(5, 400)]}
+    params = SamplingParams(n=4, max_tokens=4, temperature=1.0, seed=1, ignore_eos=True)
+    llm.generate([prompt], params, use_tqdm=False)
+    num_hashed = sum(len(call.args[0]) for call in hashes.call_args_list)
+    assert 300 <= num_hashed / 3 <= 500, "of three lengths of n-grams"
 
 
 def test_n_grams_with_the_same_hash_are_told_apart() -> None:

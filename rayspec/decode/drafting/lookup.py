@@ -106,6 +106,15 @@ class LookupIndex:
     def num_tokens(self) -> int:
         return len(self._token_ids)
 
+    def begin_as(self, other: LookupIndex, num_tokens: int) -> None:
+        """Begin with the first `num_tokens` of the text of another index, as far as it goes. An index that is not empty
+        stays as it is."""
+        if not self._token_ids:
+            self._token_ids = other._token_ids[:num_tokens]
+            for own, others in zip(self._ends, other._ends, strict=True):
+                own.begin_as(others, len(self._token_ids))
+                own.extend(self._token_ids)
+
     def extend_to(self, token_ids: Sequence[int], num_tokens: int | None = None, *, shorter: bool = True) -> None:
         """Extend the text to the first `num_tokens` of `token_ids`, by default to all. Each text begins with the text
         of the previous call. A text that is no longer than that changes nothing. shorter: whether `propose` may be
@@ -194,6 +203,12 @@ class _Ends:
         self._starts = np.empty(0, np.int32)  # of the n-grams with these hashes
         self._newest: dict[tuple[int, ...], tuple[int, ...]] = {}  # the latest starts of the n-grams that follow
         self._num_starts = 0  # of both
+
+    def begin_as(self, others: _Ends, num_tokens: int) -> None:
+        """Take the sorted n-grams of others with the same length, which a token of the first `num_tokens` follows."""
+        kept = others._starts < num_tokens - self.length
+        self._hashes, self._starts = others._hashes[kept], others._starts[kept]
+        self._num_starts = len(self._starts)
 
     def extend(self, text: array[int]) -> None:
         """Add the n-grams of the text that are not here yet. A proposal needs a token after its n-gram."""
