@@ -26,12 +26,12 @@ END_OF_EVENTS = b"data: [DONE]\n\n"
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """created: Unix seconds. Fields of vLLM's: max_model_len, the most prompt and output tokens of a request; parent,
-    the model of an adapter."""
+    """created: Unix seconds. Fields of vLLM's: max_model_len, the most prompt and output tokens of a request, or None
+    while not known; parent, the model of an adapter."""
 
     id: str
     created: int
-    max_model_len: int
+    max_model_len: int | None = None
     parent: str | None = None
     owned_by: str = "rayspec"
     object: Literal["model"] = "model"

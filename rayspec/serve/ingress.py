@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
@@ -71,6 +72,7 @@ class Ingress:
         self.options, self.models, self.runner = options, dict(models), runner
         self.model_of = options.model_of
         self._cards: dict[str, ModelCard] = {}
+        self._created = int(time.time())
         self._admissions = {
             one.model_id: Admission(one.max_admitted and -(-one.max_admitted // num_ingresses), refusal=BUSY)
             for one in options.llm_configs
@@ -122,10 +124,13 @@ class Ingress:
             return json_response(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
-        """Return the card of a model or adapter. Raises RequestError for one that is not served, and Refused."""
+        """Return the card of a model or adapter. Until a model that scales to zero has run, its card says less.
+        Raises RequestError for a model that is not served, and Refused."""
         if model not in self._cards:
             ready, own, deadline = self._ready_model(model), self.model_of[model], self._deadline()
             await deadline.within(self._presence(own))
+            if self.watch.is_absent(own):  # a call would start a replica
+                return ModelCard(id=model, created=self._created, parent=None if own == model else own)
             card = await fetch(ready.card.remote(), deadline)
             self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]

@@ -13,6 +13,7 @@ from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import httpx2
 import pytest
@@ -180,6 +181,22 @@ def test_a_model_that_cannot_answer_is_not_listed_if_another_can(monkeypatch: py
         assert [one["id"] for one in httpx2.get(url).json()["data"]] == ["other"]
         starting.add("other")
         assert httpx2.get(url).json()["error"]["code"] == "starting"
+
+
+def test_a_model_that_scales_to_zero_is_listed_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call would start a replica. What its last replica said of it is kept."""
+    model, absent = Model(), iter([True, False, True])
+    monkeypatch.setattr(
+        model,
+        "card",
+        Mock(remote=AsyncMock(return_value=ModelCard(id="demo", created=5, max_model_len=9))),
+        raising=False,
+    )
+    monkeypatch.setattr(Watch, "is_absent", lambda _watch, _model: next(absent))
+    ingress = ingress_of(model, scaling={"min_replicas": 0, "max_replicas": 8})
+    cards = [asyncio.run(ingress.card("demo")) for _ in range(3)]
+    assert [(card.id, card.max_model_len) for card in cards] == [("demo", None), ("demo", 9), ("demo", 9)]
+    model.card.remote.assert_called_once_with()  # type: ignore[attr-defined]
 
 
 def test_without_a_key_nothing_opens_but_health_and_the_page() -> None:
