@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 import rayspec
 from rayspec import demo
 from rayspec.bench.commands import app as bench_app
-from rayspec.bench.options import TuneOptions
+from rayspec.bench.options import TuneOptions, tune_options
 from rayspec.command.options import Asked, LongCommand, format_groups, with_settings
 from rayspec.command.terminal import EXIT_INTERRUPTED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
@@ -210,7 +210,7 @@ def tune(
     """
     from rayspec.bench.tune import plans_table, run_tune  # noqa: PLC0415 - brings torch
 
-    saved = run_tune(asked.own_options(TuneOptions, engine=asked.settings().engine, output=output), say)
+    saved = run_tune(tune_options(asked, output), say)
     output_console().print(plans_table(saved), highlight=False)
     say(f"saved in {output}")
 

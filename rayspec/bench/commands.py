@@ -9,7 +9,7 @@ import typer
 
 from rayspec.bench.options import BenchOptions, bench_options
 from rayspec.command.options import Asked, LongCommand, with_settings
-from rayspec.command.terminal import EXIT_FAILED, output_console, save_json, say
+from rayspec.command.terminal import EXIT_FAILED, check_output, output_console, save_json, say
 from rayspec.config import DType
 
 app = typer.Typer()
@@ -40,13 +40,14 @@ def bench(
 
     def keep(result: dict[str, Any]) -> None:
         if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
             save_json(result, output / "results.json")
             (output / "results.md").write_text(bench_markdown(result), encoding="utf-8")
         save_json(result, json)
 
     options = bench_options(asked, **asked.given)
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)  # finds a place that cannot be used before minutes of work
+    check_output(output and output / "results.json", "output")
+    check_output(json, "json")
     result = run_bench(options, say, keep=keep)
     output_console().print(bench_markdown(result), highlight=False, soft_wrap=True)
 
@@ -68,6 +69,7 @@ def selfcheck(
     from rayspec.bench.result import markdown_table  # noqa: PLC0415
     from rayspec.bench.run import run_selfcheck  # noqa: PLC0415
 
+    check_output(json, "json")
     found = run_selfcheck(device=device, dtype=dtype, num_threads=num_threads, quick=quick, say=say)
     save_json(found, json)
     rows = [[one["name"], one["status"], f"{one['seconds']:.1f}", one["found"]] for one in found["checks"]]

@@ -55,6 +55,13 @@ def bench_options(asked: Asked, **values: Any) -> BenchOptions:
     return BenchOptions(engine=asked.settings().engine, **values)
 
 
+def tune_options(asked: Asked, output: Path) -> TuneOptions:
+    """Return the options of tuning. Raises ConfigError."""
+    if (given := asked.flags.get("strategy")) is not None:
+        raise ConfigError(f"option 'strategy' is {given!r}: plans are tuned without a strategy, leave it out")
+    return asked.own_options(TuneOptions, engine=asked.settings().engine, output=output)
+
+
 class TuneOptions(TuningOptions):
     """The model to tune for, and the calibration prompts.
 

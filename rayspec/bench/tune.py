@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +16,7 @@ from rayspec.bench.options import TuneOptions, WorkloadOptions
 from rayspec.bench.run import measured_engine, model_folder
 from rayspec.bench.workloads import make_workloads
 from rayspec.choices import SKIP
-from rayspec.command.terminal import load_llm
+from rayspec.command.terminal import check_output, load_llm
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.strategies.tuning import tune_domains, tune_plan
 from rayspec.types import ConfigError
@@ -31,15 +30,7 @@ _UNUSED_SKIP = (0,)  # placeholder: each trial sets its own plan
 def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
     """Tune, save and return the plans. say: called with progress messages. Raises ConfigError, CheckpointError, and the
     error of an invalid input."""
-    folder = options.output.absolute().parent
-    try:  # before hours of tuning
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"option 'output' is {str(options.output)!r}: {error.strerror}; choose another place"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"option 'output' is {str(options.output)!r}: {str(folder)!r} cannot be written to")
+    check_output(options.output, "output")
     with ExitStack() as stack:
         model = stack.enter_context(model_folder(options.engine, options.widen))
         longest = options.context + options.max_tokens

@@ -147,11 +147,13 @@ def read_questions(name: str) -> dict[str, list[str]] | None:
     if file.suffix != ".jsonl" or not file.is_file():
         return None
     by_category: dict[str, list[str]] = {}
-    for number, line in enumerate(filter(None, map(bytes.strip, file.read_bytes().split(b"\n"))), 1):
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
             question = msgspec.json.decode(line, type=Question)
         except msgspec.MsgspecError as error:
-            if number == 1:
+            if not by_category:
                 return None  # a file of documents
             raise ConfigError(
                 f"option 'input': {name}:{number} is not a question of a Spec-Bench file: {error}"

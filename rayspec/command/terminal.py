@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import signal
 import sys
 import threading
@@ -47,6 +48,23 @@ def error_console() -> Console:
 def say(line: str) -> None:
     """Print a line of progress."""
     error_console().print(line, highlight=False, soft_wrap=True)
+
+
+def check_output(path: Path | None, option: str) -> None:
+    """Check that a file can be written at the path, before minutes of work. Makes no folder, which a command that fails
+    would leave behind. Raises ConfigError that names the option."""
+    if path is None:
+        return
+    nearest = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())
+    if path.is_dir():
+        reason = "it is a folder"
+    elif nearest != path and not nearest.is_dir():
+        reason = f"{str(nearest)!r} is no folder"
+    elif not os.access(nearest, os.W_OK):
+        reason = f"{str(nearest)!r} cannot be written to"
+    else:
+        return
+    raise ConfigError(f"option {option!r} is {str(path)!r}: {reason}; choose another place")
 
 
 def save_json(content: Mapping[str, Any], path: Path | None) -> None:

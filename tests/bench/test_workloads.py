@@ -101,6 +101,6 @@ class TestInputs:
     )
     def test_a_row_that_is_no_question_is_named(self, tmp_path: Path, second: object, what: str) -> None:
         rows = [{"question_id": 7, "category": "qa", "turns": ["Who?"]}, second]
-        (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-        with pytest.raises(ConfigError, match=rf"q\.jsonl:2 .*{what}"):
+        (tmp_path / "q.jsonl").write_text("\n \n".join(map(json.dumps, rows)), encoding="utf-8")
+        with pytest.raises(ConfigError, match=rf"q\.jsonl:3 .*{what}"):
             make(str(tmp_path / "q.jsonl"))

@@ -19,6 +19,10 @@ WRONG = [
     (f"{BENCH} --plans a.json", "option 'plans' is ['a.json']: write it as NAME=VALUE"),
     (f"{BENCH} --plans a=b.json --plans a=c.json", "a name stands twice"),
     ("summarize --model absent --drain-s 1e20", "option 'drain_s' is 1e+20: it must be at most 9.22337e+09 seconds"),
+    (f"{BENCH} --json a-file/new.json", "option 'json' is 'a-file/new.json': "),
+    (f"{BENCH} --json .", "option 'json' is '.': it is a folder; choose another place"),
+    (f"{BENCH} -o a-file", "option 'output' is 'a-file/results.json': "),
+    (f"{BENCH} -o new --plans clasp=c.json", "'clasp', which does not run"),
     (f"{BENCH} --widen 0", "option 'widen' is 0"),
     (f"{BENCH} --widen {2**63 - 1}", "it must be less than or equal to 64"),
     (f"{BENCH} --num-prompts {2**63 - 1}", "it must be less than or equal to 100000"),
@@ -29,6 +33,7 @@ WRONG = [
     ("tune --model demo -o plans.json", "option 'input' is missing"),
     ("tune --model demo --input demo:summary -o plans.txt", "must end in .json"),
     ("tune --model demo --input demo:summary -o a-file/plans.json", "choose another place"),
+    (f"{TUNE} --strategy ar", "option 'strategy' is 'ar': plans are tuned without a strategy, leave it out"),
     (f"{TUNE} --num-tries 0", "option 'num_tries' is 0"),
     (f"{TUNE} --plans-by knapspec", "is gone: plans are tuned by trials"),
     ("tune --threshold=0.5", "'--threshold' is now 'speculation.draft_threshold'"),
@@ -42,6 +47,7 @@ WRONG = [
     ("serve --port 0 demo --no-enable-chunked-prefill", "option 'enable_chunked_prefill' is False: prompts always run"),
     ("bench-serve --model demo", "python -m benchmarks serve"),
     ("figures --model demo", "python -m benchmarks figures"),
+    ("selfcheck --json a-file/new.json", "option 'json' is 'a-file/new.json': "),
     ("selfcheck --device cuda:99", "option 'device' is 'cuda:99'"),
 ]
 WRONG_BENCHMARKS = [
@@ -69,3 +75,4 @@ def test_wrong_usage_is_told_with_code_2(
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+    assert list(Path().iterdir()) == [Path("a-file")]
