@@ -117,10 +117,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _locked(location: Location) -> IO[bytes] | None:
-    """Take the lock of a folder, see `Location.lock`. Raises ConfigError for a file and if another process holds the
-    lock."""
-    if location.exists and not location.is_folder:
-        raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
+    """Take the lock of a folder, see `Location.lock`. Raises ConfigError if another process holds the lock."""
     place = location.join(_LOCK)
     try:
         lock = place.lock()
@@ -179,6 +176,7 @@ class RunFolder:
         self._held = ExitStack()
         self._lock: IO[bytes] | None = None
         try:
+            _check_usable(location, merged, overwrite=overwrite)  # first: a lock leaves a file
             if (lock := _locked(location)) is not None:
                 self._lock = self._held.enter_context(lock)
             if overwrite:  # delete the files of an earlier job, except its manifest: the folder always has one
@@ -329,6 +327,8 @@ def output_places(output: str, file_format: FileFormat | None) -> tuple[Location
     if not output.strip():
         raise ConfigError(f"option 'output' is {output!r}: name a file or folder; . stands for this one")
     place = Location.parse(output)
+    if output.endswith("/"):
+        return replace(place, path=place.path.rstrip("/") or place.path), None, file_format or "parquet"
     named: FileFormat | None = _FORMATS.get(place.suffix)
     if place.suffix in _NOT_WRITTEN and not place.is_folder:
         raise ConfigError(f"option 'output' is {output!r}: name a .jsonl or .parquet file, or a folder")
@@ -377,6 +377,22 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
                 f"{merged}: not the file that the job wrote; move or delete it to have it made again"
             )
         return previous
+    return fresh
+
+
+def _check_usable(location: Location, merged: Location, *, overwrite: bool) -> None:
+    """Raise ConfigError for a run folder that is a file, for links that lead nowhere, and where other files stand in
+    the way, which `overwrite` allows."""
+    for place in (location, merged):
+        if place.local_path is not None and place.local_path.is_symlink() and not place.exists:
+            raise ConfigError(
+                f"option 'output' is {place.name!r}, a link to {os.readlink(place.local_path)!r}, where nothing is: "
+                "delete the link or choose another name"
+            )
+    if location.exists and not location.is_folder:
+        raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
+    if overwrite or location.join(MANIFEST).exists:
+        return
     if merged.exists and not merged.is_in(location):
         raise ConfigError(f"option 'output' is {merged.name!r}, which exists: choose another name or pass --overwrite")
     foreign = [entry.file_name for entry in location.entries() if not entry.file_name.startswith(".")]
@@ -385,7 +401,6 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
             f"option 'output' is {location.name!r}, which holds {foreign[0]!r} and no {MANIFEST} of a job: choose "
             "another folder, or pass --overwrite to write into it all the same"
         )
-    return fresh
 
 
 def _remove_leftovers(location: Location, merged: Location) -> None:

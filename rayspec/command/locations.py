@@ -36,6 +36,8 @@ _URI = re.compile(
 )
 
 
+_SCHEME = re.compile(r"(file|s3|gs|abfs|hdfs):", re.IGNORECASE)
+
 Kind = Literal["folder", "file"]
 
 
@@ -86,6 +88,8 @@ class Location:
         _refuse_impossible(name)
         uri = _URI.fullmatch(name)
         if uri is None:
+            if (scheme := _SCHEME.match(name)) is not None and not os.path.lexists(name):
+                raise ConfigError(f"{name!r}: a URI begins with {scheme[0]}//: write it so, or ./ before a path")
             return cls(Store(filesystem=fs.LocalFileSystem()), name)
         user, at, _ = uri["authority"].rpartition("@")
         if (at and ":" in user) or "secret" in (uri["query"] or ""):  # names appear in rows, reports and logs

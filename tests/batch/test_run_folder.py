@@ -358,6 +358,7 @@ def test_a_file_of_something_else_is_not_replaced_unasked(tmp_path: Path) -> Non
     folder, merged, _ = output_places(str(tmp_path / "out.jsonl"), None)
     with pytest.raises(ConfigError, match=r"out\.jsonl', which exists: choose another name or pass --overwrite"):
         open_folder(folder, merged=merged, file_format="jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     with open_folder(folder, merged=merged, file_format="jsonl", overwrite=True) as run:
         assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == "precious\n", "until there are rows"
         run.finish({})
@@ -374,6 +375,16 @@ def test_a_file_of_something_else_is_not_replaced_unasked(tmp_path: Path) -> Non
         assert output_places(str(tmp_path / name), None)[1] is None
     (tmp_path / "x.parquet").mkdir()
     assert output_places(str(tmp_path / "x.parquet"), None)[1] is None, "a folder, whatever its name"
+    assert output_places("new.jsonl/", None)[:2] == (Location.parse("new.jsonl"), None)
+
+
+@pytest.mark.parametrize("name", ["out", "out.jsonl"])
+def test_a_link_that_leads_nowhere_is_refused_and_stays(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("absent/rows")
+    folder, merged, _ = output_places(str(tmp_path / name), None)
+    with pytest.raises(ConfigError, match=r"out.*', a link to 'absent/rows', where nothing is: delete the link"):
+        open_folder(folder, merged=merged or folder.join("rows.parquet"), overwrite=True)
+    assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == [name]
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"{}\n"])

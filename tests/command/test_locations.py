@@ -137,6 +137,16 @@ def test_a_uri_that_no_file_system_is_for_is_a_mistake(name: str) -> None:
         Location.parse(name)
 
 
+def test_a_uri_without_slashes_is_a_mistake_unless_it_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"'file:dir/a.txt': a URI begins with file://: write it so, or ./ before"):
+        Location.parse("file:dir/a.txt")
+    Path("file:a.txt").touch()
+    assert Location.parse("file:a.txt").exists
+
+
 @pytest.mark.parametrize(
     "name", ["s3://key:hunter2@bucket/a", "abfs://c@a.dfs.core.windows.net/x?client_secret=hunter2"]
 )
