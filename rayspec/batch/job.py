@@ -30,7 +30,7 @@ from pydantic import Field
 
 from rayspec.batch.documents import Piece, pieces_of, read_piece
 from rayspec.batch.report import REPORT_NAMES, RunReport, report_pages, showing_progress
-from rayspec.batch.result_cache import ResultCache
+from rayspec.batch.result_cache import ResultCache, files_of
 from rayspec.batch.rows import Columns, Row, RowEngineFactory, RowTask
 from rayspec.batch.run_folder import FileFormat, RunFolder, output_places
 from rayspec.command.locations import Location, UnreadableFileError, error_detail
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from rayspec.pool.worker import EngineFactory, LoadedEngine
 
 CONFIG_NAME = "config.yaml"
+_FILES = "model_files"
 _CHARACTERS_PER_TOKEN = 4  # about so many
 Changed = Literal["keep", "redo", "fail"]
 """What to do about rows whose text has changed since they were done: keep their results, do them again, or fail."""
@@ -541,6 +542,9 @@ class Job:
         if kinds := folder.parts.kinds:
             report.add_earlier(kinds, folder.parts.rows)
             say(f"going on with a run that has {kinds.total()} rows")
+            before, now = folder.manifest.extra.get(_FILES), self._model_files()
+            if before and now and before != now:
+                say("these rows stay, but files of the model were written since: if it is another, pass --overwrite")
         if changes:
             done_again = f"{len(redone)} are done again" if redone else "the earlier results are kept"
             say(f"{changes}: {done_again}")
@@ -572,7 +576,7 @@ class Job:
                 config = pool.begin()
                 with folder.naming_output():
                     folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
-                folder.note({"config": config})
+                folder.note({"config": config, _FILES: folder.manifest.extra.get(_FILES) or self._model_files()})
                 report.num_under_way = under_way.want(num_wanted * config["max_num_seqs"])
                 with showing_progress(report, error_console()) as show:
                     for row in completed:
@@ -595,6 +599,12 @@ class Job:
             return stats
         finally:
             pool.kill()  # at once, so that the next job of this process can use their CPUs and GPUs
+
+    def _model_files(self) -> dict[str, Any]:
+        """Return what tells the content of the model's files, as JSON has it; empty while they are not on this
+        machine."""
+        found: dict[str, Any] = json.loads(json.dumps(files_of(self.task.identity["engine"]) or {}))
+        return found
 
     def _within_budget(self, first: Sequence[Row], rows: Generator[Row], report: RunReport) -> Generator[Row]:
         """Yield the first rows and the others while the budgets last, with an estimate of the tokens of rows under way.

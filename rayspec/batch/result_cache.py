@@ -65,15 +65,21 @@ class ResultCache:
     def _place(self, input_hash: str) -> Location | None:
         if not self._key:
             engine = self._identity["engine"]
-            names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values()]
-            files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
-            if engine["model"] not in files:
+            if (files := files_of(engine)) is None:
                 return None
             versions = [__version__, *map(metadata.version, ("torch", "transformers"))]
             machine = platform.node() if engine["dtype"] == "auto" else ""  # which then chooses it
             self._key = json.dumps([self._identity, files, versions, machine], sort_keys=True)
         digest = _digest(f"{self._key} {input_hash}".encode())
         return self._folder.join(digest[:2], f"{digest}.json")
+
+
+def files_of(engine: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what tells the content of the files of the model and its parts; None while the model is not on this
+    machine. engine: options of the engine."""
+    names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values()]
+    files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
+    return files if engine["model"] in files else None
 
 
 def _row(checksum: bytes, content: bytes) -> Row:

@@ -91,6 +91,22 @@ def test_an_adapter_that_has_changed_has_no_results(tmp_path: Path) -> None:
     assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is None
 
 
+def test_a_run_that_goes_on_says_that_the_model_was_written_since(tmp_path: Path) -> None:
+    shutil.copytree(model_path(), tmp_path / "model")
+    options = ("--model", "model", "--dtype", "float32", "--strategy", "ar", "--max-tokens", "2", "--prompt", "{text}")
+
+    def warns(*more: str) -> bool:
+        result = CliRunner().invoke(app, ["summarize", "in.jsonl", "-o", "a.jsonl", *options, *more])
+        assert result.exit_code == 0, result.output
+        return "these rows stay, but files of the model were written since" in " ".join(result.output.split())
+
+    assert [warns(), warns()] == [False, False]
+    os.utime(tmp_path / "model" / "model.safetensors", (1, 1))
+    write_lines(tmp_path / "in.jsonl", [{"id": n, "text": text} for n, text in enumerate((ONE, TWO, ONE, ONE, "New."))])
+    assert [warns(), warns()] == [True, True], "with a row that the other model does, and without"
+    assert [warns("--overwrite"), warns()] == [False, False]
+
+
 def test_broken_results_are_computed_again(loads: list[str], tmp_path: Path) -> None:
     first, _ = run("a.jsonl")
     kept = sorted((tmp_path / "cache").rglob("*.json"))
