@@ -107,7 +107,8 @@ SCENARIOS = few_of(
         *product(IN_EVERY_SCENARIO, ["plans"], set(WAYS) - {"static", "one by one"}),
         *product(["gemma2"], ["choices"], WAYS),
         *product(["llama"], ["lookups"], ["rejection", "preempted", "deterministic"]),
-        *((family, "plans", "rejection") for family in (*FAMILIES, *HARD_FAMILIES)),
+        # `test_fused.py` compares the logits of all families with those of transformers.
+        *((family, "plans", "rejection") for family in ("granite", "deepseek_v3")),
     ],
 )
 

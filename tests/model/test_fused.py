@@ -16,30 +16,34 @@ from rayspec.model.fused import FusedLayer, fuse, in_one_order, matrices_of
 from rayspec.model.matrices import FewRows, Matrix
 from rayspec.model.offload import offload
 from rayspec.model.sublayers import Decomposition
-from tests.families import MATRIX, build, checkpoint, logits_of, modules_of
+from tests.families import FAMILIES, HARD_FAMILIES, build, checkpoint, logits_of, modules_of, ragged_prompts, reference
 
 KINDS: list[Weights] = ["int8", "int4"]
 # Sublayers that the check refuses: interleaved rotation (GLM), norms over all heads (OLMo 2), no rotation in some
-# layers (SmolLM 3), experts.
+# layers (SmolLM 3), experts, attention of its own.
 MODULES_LEFT = {
     "glm4": {"attention"}, "olmo2": {"attention"}, "phi3": {"attention"}, "smollm3": {"attention"}, "mixtral": {"mlp"},
-    "qwen3_moe": {"mlp"},
+    "qwen3_moe": {"mlp"}, "diffllama": {"attention"}, "ministral3": {"attention"}, "deepseek_v3": {"attention", "mlp"},
 }  # fmt: skip
 
 
 TOKENS = [5, 9, 2, 77, 30, 30, 6, 41, 8, 100, 3, 12]
 
 
-@pytest.mark.parametrize("use_operators", [False, True])
-@pytest.mark.parametrize("family", MATRIX)
-def test_bodies_compute_what_the_modules_do(family: str, use_operators: bool) -> None:
-    choices = choices_of([index % 3 != 1 for index in range(len(modules_of(checkpoint(family)).sublayers))])
-    expected = [logits_of(modules_of(checkpoint(family)), TOKENS, each) for each in (None, choices)]
-    fused = fuse(modules_of(checkpoint(family)), use_operators=use_operators)
-    left = {sublayer.kind for sublayer in fused.sublayers if sublayer.body is None}
-    assert left == MODULES_LEFT.get(family, set())
-    actual = [logits_of(fused, TOKENS, each) for each in (None, choices)]
-    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
+@pytest.mark.parametrize("family", [*FAMILIES, *HARD_FAMILIES])
+def test_modules_and_bodies_compute_what_transformers_does(family: str) -> None:
+    (tokens,) = ragged_prompts([70])
+    choices = choices_of([index % 3 != 1 for index in range(8)])
+    expected = [logits_of(modules_of(checkpoint(family)), tokens, each) for each in (None, choices)]
+    with torch.inference_mode():
+        theirs = reference(checkpoint(family))(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(expected[0], theirs, atol=2e-4, rtol=1e-4)
+    for use_operators in (False, True):
+        fused = fuse(modules_of(checkpoint(family)), use_operators=use_operators)
+        left = {sublayer.kind for sublayer in fused.sublayers if sublayer.body is None}
+        assert left == MODULES_LEFT.get(family, set())
+        actual = [logits_of(fused, tokens, each) for each in (None, choices)]
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
