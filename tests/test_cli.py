@@ -190,7 +190,7 @@ def started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
 
 
 def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
-    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(20_000)))
+    write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(6000)))
     arguments = ("generate", "in.jsonl", "-o", "out.jsonl", *PLAIN, "--max-tokens", "4", "--ignore-eos")
     process = started(tmp_path, *arguments)
     try:
@@ -231,7 +231,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_is_one_line_and_the_run_can_go_on(run: Any, tmp_path: Path, small_disk: Path) -> None:
     write_rows(tmp_path / "in.jsonl", *({"id": str(n), "prompt": "The annual review of"} for n in range(200)))
     output = small_disk / "out.jsonl"
-    arguments = ("generate", "in.jsonl", "-o", output, *PLAIN, "--max-tokens", "4")
+    arguments = ("generate", "in.jsonl", "-o", output, *PLAIN, "--max-tokens", "1")
     result = run(*arguments)
     assert result.exit_code == 1
     line = result.stderr.splitlines()[-1]

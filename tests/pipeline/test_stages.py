@@ -77,7 +77,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("name", few_of(SAMPLING, ("penalties", "many")))
 def test_with_a_seed_the_text_is_that_of_one_process(name: str) -> None:
     prompts = known_cases("qwen2").prompts[-4:]
     params = [SamplingParams(max_tokens=20, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]

@@ -324,16 +324,17 @@ class TestSeveralEngines:
         assert asyncio.run(run()) == self.ALL_DONE
         assert len(lab.engines) == 3
 
-    def test_if_no_engine_has_a_place_that_is_the_error(self) -> None:
+    @pytest.mark.parametrize("error", [NoPlaceError("no place"), CheckpointError("no/such-model")])
+    def test_if_no_engine_loads_that_is_the_error(self, error: Exception) -> None:
         async def loading(number: int) -> None:
-            raise NoPlaceError("no place")
+            raise error
 
         async def sleep(seconds: float) -> None:
             await asyncio.sleep(seconds and 60.0)
 
         lab = Lab(loading=loading)
         lab.sleep = sleep  # type: ignore[method-assign]
-        with pytest.raises(NoPlaceError):
+        with pytest.raises(type(error)):
             asyncio.run(asyncio.wait_for(lab.supervisor(num_engines=3).begin(), 20))
         assert len(lab.engines) == 3
 
@@ -391,15 +392,6 @@ class TestSeveralEngines:
         lab.sleep = sleep  # type: ignore[method-assign]
         assert asyncio.run(run()) == self.ALL_DONE
         assert lab.engines[1].rows == []
-
-    def test_the_users_error_is_raised_once_all_have_failed(self) -> None:
-        async def loading(_: int) -> None:
-            raise CheckpointError("no/such-model")
-
-        lab = Lab(loading=loading)
-        with pytest.raises(CheckpointError):
-            asyncio.run(lab.supervisor(num_engines=3).begin())
-        assert len(lab.engines) == 3
 
     @pytest.mark.parametrize("seed", range(4))
     def test_random_kills_lose_and_double_nothing(self, seed: int) -> None:

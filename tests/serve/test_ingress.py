@@ -103,16 +103,18 @@ def asked(
     headers: Mapping[str, Any] = JSON,
     content: Any = BODY,
     model: Model | None = None,
+    ingress: Ingress | None = None,
 ) -> httpx2.Response:
+    app = build_app(ingress) if ingress else app_of(model)
     given = {"authorization": "Bearer key"} | JSON | dict(headers)
     body = content if isinstance(content, bytes) else json.dumps(content).encode()
 
     async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app=app_of(model))
+        transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
             return await http.request(method, path, headers=given, content=body if content else b"")
 
-    return asyncio.run(send())
+    return asyncio.run(asyncio.wait_for(send(), 60))
 
 
 @pytest.mark.parametrize(
@@ -371,13 +373,7 @@ def test_on_loopback_only_its_own_names_are_allowed(header: str | None, allowed:
 def test_an_endpoint_that_shuts_down_takes_no_more_requests() -> None:
     ingress = ingress_of()
     ingress.entry.draining = True
-
-    async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app=build_app(ingress))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
-            return await http.post("/v1/completions", headers={"authorization": "Bearer key"} | JSON, json=BODY)
-
-    answer = asyncio.run(send())
+    answer = asked(ingress=ingress)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
     assert int(answer.headers["retry-after"]) > 0
 
@@ -510,13 +506,7 @@ def test_requests_wait_for_a_replaced_replica_and_no_longer_than_one_may_start(
     monkeypatch.setattr(Watch, "is_absent", IS_ABSENT)
     monkeypatch.setattr("rayspec.serve.ingress.PERIOD_S", 0.01)
     monkeypatch.setattr(ingress.watch, "can_serve", lambda _model: next(can_serve, starts))
-
-    async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app=build_app(ingress))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost:8000") as http:
-            return await http.post(path, headers={"authorization": "Bearer key"} | JSON, json=BODY, timeout=20)
-
-    answer = asyncio.run(asyncio.wait_for(send(), 20))
+    answer = asked(path=path, ingress=ingress)
     assert (answer.status_code, len(model.clients)) == ((200, 1) if starts else (503, 0))
 
 

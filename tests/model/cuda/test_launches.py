@@ -149,8 +149,9 @@ def test_the_same_bits_in_any_batch(
     _same(torch.cat(firsts), torch.cat([found[:1] for found in alone]), "the first rows alone")
 
 
-@pytest.mark.parametrize("num_programs", [1, 1000])
-@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize(
+    ("window", "num_programs"), few_of(list(itertools.product([0, 300], [1, 1000])), [(0, 1000), (300, 1)])
+)
 def test_longer_contexts_have_longer_splits(window: int, num_programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two splits of 256, 512 or 1,024 places, by one program or by two."""
     monkeypatch.setattr(launches, "MOST_SPLITS", 2)
@@ -237,10 +238,19 @@ def _matrices(num_outputs: int, size: int, group: int, dtype: torch.dtype) -> li
     return [(full, None), int8, (int4, scales.to(dtype))]
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 33])
-@pytest.mark.parametrize(("num_outputs", "size", "group"), PRODUCT_SIZES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_products(num_outputs: int, size: int, group: int, num_rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_rows", "dtype"),
+    few_of(
+        list(itertools.product(PRODUCT_SIZES, (1, 16, 33), (torch.float32, torch.float16))),
+        [
+            *((sizes, 33, torch.float16) for sizes in PRODUCT_SIZES),
+            (PRODUCT_SIZES[0], 1, torch.float32),
+            (PRODUCT_SIZES[2], 16, torch.float32),
+        ],
+    ),
+)
+def test_products(sizes: tuple[int, int, int], num_rows: int, dtype: torch.dtype) -> None:
+    num_outputs, size, group = sizes
     wide = torch.randn(num_rows, size + 5, generator=torch.Generator().manual_seed(num_rows)).to(dtype)
     output, bias = torch.randn(num_rows, num_outputs).to(dtype), torch.randn(num_outputs).to(dtype)
     for rows in (wide[:, :size].contiguous(), wide[:, 5:]):
