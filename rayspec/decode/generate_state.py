@@ -25,7 +25,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 from rayspec.decode.lockstep import Lockstep, few_rows, recurrent_modules, shorten_chunks, step_rows
 from rayspec.model.architecture import max_positions
 from rayspec.model.blocked import block_linears
-from rayspec.model.layer_bytes import cached_bytes
+from rayspec.model.layer_bytes import MODEL_ERRORS, cached_bytes
 from rayspec.model.load_check import boundaries, require_finite
 from rayspec.model.passing import StandIn, at_border
 from rayspec.model.weights import in_one_line
@@ -210,7 +210,6 @@ _NUM_TRIAL_ROWS = 7
 _NUM_CHECK_TOKENS = 32
 _NUM_CHECK_STEPS = 1
 _FEW_TOKENS = 8
-_MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 # Of the check of cuts: how many of so many rows are kept, pass by pass; and rows before a border that the passes cross.
 _KEPT, _NUM_TRIED, _NUM_BEFORE = (1, 2, 3, 2, 1), 3, 4
 # A prompt of the check is no longer. Behind it, a cache is filled without passes.
@@ -233,7 +232,7 @@ def _as_unsupported(message: str = "{}") -> Iterator[None]:
     """Raise errors of a model as UnsupportedModelError."""
     try:
         yield
-    except _MODEL_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise UnsupportedModelError(message.format(f"{type(error).__name__}: {in_one_line(error)}")) from error
 
 
@@ -359,7 +358,7 @@ def check_cuts(model: PreTrainedModel, cuts: Cuts) -> None:
             plain, cut = _prefilled(model, start, None), _prefilled(model, start, cuts)
             try:
                 expected = torch.cat([plain.run([token]) for token in tokens[: sum(_KEPT)]])
-            except _MODEL_ERRORS:
+            except MODEL_ERRORS:
                 if end is None and start > starts[0]:
                     continue  # the context ends here
                 raise

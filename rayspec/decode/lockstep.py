@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from functools import partial
 from threading import Semaphore
@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -155,8 +154,10 @@ def _shared_modules(model: PreTrainedModel, trial: Callable[[], object], num_row
             calls[module] = every[0].clone(), results
 
     with_matrices = (each for each in model.modules() if any(weight.ndim > 1 for weight in each.parameters()))
-    handles = [each.register_forward_hook(note, with_kwargs=True) for each in with_matrices]
-    _run_hooked(trial, handles)
+    with ExitStack() as hooks:
+        for each in with_matrices:
+            hooks.enter_context(each.register_forward_hook(note, with_kwargs=True))
+        trial()
     found: dict[nn.Module, _Shared] = {}
     left: list[nn.Module] = [model]
     while left:
@@ -167,14 +168,6 @@ def _shared_modules(model: PreTrainedModel, trial: Callable[[], object], num_row
         else:
             left.extend(module.children())
     return found
-
-
-def _run_hooked(trial: Callable[[], object], handles: Sequence[RemovableHandle]) -> None:
-    try:
-        trial()
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _as_shared(module: nn.Module, given: Tensor, results: Any, num_rows: int) -> _Shared | None:
@@ -230,12 +223,11 @@ def recurrent_modules(model: PreTrainedModel, trial: Callable[[], object]) -> li
         while module in inside:
             inside.pop()
 
-    handles = [
-        handle
-        for each in model.modules()
-        for handle in (each.register_forward_pre_hook(enter, with_kwargs=True), each.register_forward_hook(leave))
-    ]
-    _run_hooked(trial, handles)
+    with ExitStack() as hooks:
+        for each in model.modules():
+            hooks.enter_context(each.register_forward_pre_hook(enter, with_kwargs=True))
+            hooks.enter_context(each.register_forward_hook(leave))
+        trial()
     return list(found)
 
 

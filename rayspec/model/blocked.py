@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -41,13 +42,10 @@ def block_linears(model: PreTrainedModel, trial: Callable[[], object]) -> None:
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linears = [each for each in model.modules() if is_plain(each) and has_blocked_layout(each.weight)]
     calls = Counter[int]()
-    handles = [each.register_forward_hook(lambda module, *_: calls.update([id(module.weight)])) for each in linears]
-    try:
-        with _Reads() as reads:
-            trial()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with _Reads() as reads, ExitStack() as hooks:
+        for each in linears:
+            hooks.enter_context(each.register_forward_hook(lambda module, *_: calls.update([id(module.weight)])))
+        trial()
     for each in linears:
         name = id(each.weight)
         is_own = reads.of[name] == calls[name] > 0

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PretrainedConfig
 
 from rayspec.types import UnsupportedModelError
 
-META_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 _COUNTS = (2, 4)  # tokens of the passes: fewer than any sliding window
 
 
@@ -40,7 +40,7 @@ def layer_bytes(model: Any) -> list[tuple[int, int]]:
     layers = decoder_layers(model, model.config)
     try:
         few, many = (_bytes_after(model, count) for count in _COUNTS)
-    except META_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise UnsupportedModelError(f"{model.config.model_type}: it does not run without weights: {error}") from error
     if not len(few) == len(many) <= len(layers):
         raise UnsupportedModelError(f"{model.config.model_type}: its cache does not have a part for each layer")
@@ -57,7 +57,7 @@ def _bytes_after(model: Any, num_tokens: int) -> list[int]:
 
 
 def meta_pass(model: Any, num_tokens: int) -> Any:
-    """Return the output of a pass of a model on the meta device. Raises one of `META_ERRORS` if it cannot run there."""
+    """Return the output of a pass of a model on the meta device. Raises one of `MODEL_ERRORS` if it cannot."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # the others have no kernel for every dtype, or read numbers
     # Without a cache, some models look for several texts in a row, for which they read numbers.
@@ -128,7 +128,7 @@ def layer_flow(model: Any) -> Flow:
             found = torch.autograd.grad(states.sum(), [*own, *embedded], retain_graph=True, allow_unused=True)
             reads_embedding |= any(each is not None for each in found[len(own) :])
             firsts.append(next((at for at, each in enumerate(found[: len(own)]) if each is not None), number))
-    except META_ERRORS as error:
+    except MODEL_ERRORS as error:
         raise UnsupportedModelError(f"{model.config.model_type}: it does not run without weights: {error}") from error
     finally:
         for handle in handles:

@@ -256,14 +256,11 @@ class TransformersLayers:
                 _lengthen(cache, number, hidden)
                 return hidden
             middle: list[Tensor] = []
-            handle = after_attention[number].register_forward_pre_hook(
+            with after_attention[number].register_forward_pre_hook(
                 lambda _, args, options: middle.append(args[0] if args else next(iter(options.values()))),
                 with_kwargs=True,
-            )
-            try:
+            ):
                 leaving = forwards[number](*args, **options)
-            finally:
-                handle.remove()
             if len(middle) != 1:
                 raise ValueError(
                     f"layer {number} calls its {type(after_attention[number]).__name__} {len(middle)} times"
