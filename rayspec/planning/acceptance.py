@@ -47,81 +47,65 @@ class Decision:
         return self.tpt / self.plain_tpt
 
 
-def best_choice(
-    patterns: Sequence[Choices],
-    acceptance: ArrayLike,
-    latency: LatencyModel,
-    *,
-    context: float,
-    batch: int,
-    max_draft_tokens: int,
-    stop_rule: StopRule = NEVER,
-    reuse_prefix: bool = True,
-    min_gain: float = 0.0,
-) -> Decision:
-    """Return the candidate and draft length with the most `tokens_per_time`; no draft without a gain above `min_gain`.
-    A candidate that runs all sublayers in full equals plain decoding and is never chosen."""
-    plain_tpt = 1.0 / latency.decode_step_s(context=context, batch=batch)
-    plain = Decision(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
-    is_plain = [num_leading_full(choices) == len(choices) for choices in patterns]
-    if all(is_plain) or max_draft_tokens < 1:
-        return plain
-    tpt = tokens_per_time(
-        patterns,
-        acceptance,
-        latency,
-        context=context,
-        batch=batch,
-        max_draft_tokens=max_draft_tokens,
-        stop_rule=stop_rule,
-        reuse_prefix=reuse_prefix,
-    )
-    tpt[is_plain] = 0.0
-    candidate, length = np.unravel_index(int(tpt.argmax()), tpt.shape)
-    best_tpt = float(tpt[candidate, length])
-    if best_tpt <= plain_tpt * (1 + min_gain):
-        return plain
-    return Decision(candidate=int(candidate), num_draft_tokens=int(length) + 1, tpt=best_tpt, plain_tpt=plain_tpt)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftTimes:
+    """Rates of rounds with drafts of at most `max_draft_tokens` tokens, which `stop_rule` may end. With `reuse_prefix`,
+    the verify runs the leading sublayers that the draft runs in full for the last drafted token only."""
 
+    latency: LatencyModel
+    context: float
+    batch: int
+    max_draft_tokens: int
+    stop_rule: StopRule = NEVER
+    reuse_prefix: bool = True
 
-def tokens_per_time(
-    patterns: Sequence[Choices],
-    acceptance: ArrayLike,
-    latency: LatencyModel,
-    *,
-    context: float,
-    batch: int,
-    max_draft_tokens: int,
-    stop_rule: StopRule = NEVER,
-    reuse_prefix: bool = True,
-) -> Floats:
-    """Return [num_candidates, max_draft_tokens]: tokens per second of one sequence, by draft length (1, 2, ...). This
-    is KnapSpec's eq. 4 with head, overheads, hops, the true cost of the verify's rows, and drafts that `stop_rule` may
-    end. With `reuse_prefix`, the verify runs the leading sublayers that the draft runs in full for the last drafted
-    token only."""
-    num_drafted, num_accepted = expected_draft(acceptance, max_draft_tokens, stop_rule)
-    # A draft step takes place while any sequence of the batch still drafts, and runs only the rows of those sequences.
-    # So in a large batch the longest draft sets the number of steps.
-    drafting = np.diff(num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
-    happens = 1 - (1 - drafting) ** batch
-    rows = batch * drafting / np.maximum(happens, 1e-12)
-    knots = sorted({min(2**power, batch) for power in range(batch.bit_length() + 1)})
-    table = [[latency.draft_step_s(choices, context=context, batch=count) for count in knots] for choices in patterns]
-    step_s = np.stack([np.interp(wanted, knots, seconds) for wanted, seconds in zip(rows, table, strict=True)])
-    draft_s = np.cumsum(happens * step_s, axis=1)
-    # A verify of so many draft tokens, by the leading sublayers that run one row per sequence; interpolated between
-    # whole numbers of tokens.
-    lengths = np.arange(int(np.ceil(num_drafted.max())) + 1)
-    leading = np.concatenate([[0.0], np.cumsum(latency.sublayers_s(rows=batch, context=context, batch=batch))])
-    columns = []
-    for num_rows in (batch * (lengths + 1)).tolist():
-        rest = np.cumsum(latency.sublayers_s(rows=num_rows, context=context, batch=batch)[::-1])[::-1]
-        columns.append(leading + np.append(rest, 0.0) + latency.head_s(num_rows))
-    by_prefix = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((FULL,) * len(latency.sublayers))
-    prefixes = [num_leading_full(choices) * reuse_prefix for choices in patterns]
-    verify_s = np.stack([np.interp(row, lengths, by_prefix[at]) for row, at in zip(num_drafted, prefixes, strict=True)])
-    tpt: Floats = (1 + num_accepted) / (draft_s + verify_s + latency.round_s)
-    return tpt
+    def best_choice(self, patterns: Sequence[Choices], acceptance: ArrayLike, *, min_gain: float = 0.0) -> Decision:
+        """Return the candidate and draft length with the most `tokens_per_time`; no draft without a gain above
+        `min_gain`. A candidate that runs all sublayers in full equals plain decoding and is never chosen."""
+        plain_tpt = 1.0 / self.latency.decode_step_s(context=self.context, batch=self.batch)
+        plain = Decision(candidate=None, num_draft_tokens=0, tpt=plain_tpt, plain_tpt=plain_tpt)
+        is_plain = [num_leading_full(choices) == len(choices) for choices in patterns]
+        if all(is_plain) or self.max_draft_tokens < 1:
+            return plain
+        tpt = self.tokens_per_time(patterns, acceptance)
+        tpt[is_plain] = 0.0
+        candidate, length = np.unravel_index(int(tpt.argmax()), tpt.shape)
+        best_tpt = float(tpt[candidate, length])
+        if best_tpt <= plain_tpt * (1 + min_gain):
+            return plain
+        return Decision(candidate=int(candidate), num_draft_tokens=int(length) + 1, tpt=best_tpt, plain_tpt=plain_tpt)
+
+    def tokens_per_time(self, patterns: Sequence[Choices], acceptance: ArrayLike) -> Floats:
+        """Return [num_candidates, max_draft_tokens]: tokens per second of one sequence, by draft length (1, 2, ...).
+        This is KnapSpec's eq. 4 with head, overheads, hops, the true cost of the verify's rows, and early ends."""
+        num_drafted, num_accepted = expected_draft(acceptance, self.max_draft_tokens, self.stop_rule)
+        latency, context, batch = self.latency, self.context, self.batch
+        # A draft step takes place while any sequence of the batch still drafts, and runs only the rows of those
+        # sequences. So in a large batch the longest draft sets the number of steps.
+        drafting = np.diff(num_drafted, axis=1, prepend=0.0).clip(0.0, 1.0)  # share of the sequences, by step
+        happens = 1 - (1 - drafting) ** batch
+        rows = batch * drafting / np.maximum(happens, 1e-12)
+        knots = sorted({min(2**power, batch) for power in range(batch.bit_length() + 1)})
+        table = [
+            [latency.draft_step_s(choices, context=context, batch=count) for count in knots] for choices in patterns
+        ]
+        step_s = np.stack([np.interp(wanted, knots, seconds) for wanted, seconds in zip(rows, table, strict=True)])
+        draft_s = np.cumsum(happens * step_s, axis=1)
+        # A verify of so many draft tokens, by the leading sublayers that run one row per sequence; interpolated between
+        # whole numbers of tokens.
+        lengths = np.arange(int(np.ceil(num_drafted.max())) + 1)
+        leading = np.concatenate([[0.0], np.cumsum(latency.sublayers_s(rows=batch, context=context, batch=batch))])
+        columns = []
+        for num_rows in (batch * (lengths + 1)).tolist():
+            rest = np.cumsum(latency.sublayers_s(rows=num_rows, context=context, batch=batch)[::-1])[::-1]
+            columns.append(leading + np.append(rest, 0.0) + latency.head_s(num_rows))
+        by_prefix = np.stack(columns, axis=1) + latency.overhead_s + latency.hops_s((FULL,) * len(latency.sublayers))
+        prefixes = [num_leading_full(choices) * self.reuse_prefix for choices in patterns]
+        verify_s = np.stack(
+            [np.interp(row, lengths, by_prefix[at]) for row, at in zip(num_drafted, prefixes, strict=True)]
+        )
+        tpt: Floats = (1 + num_accepted) / (draft_s + verify_s + latency.round_s)
+        return tpt
 
 
 class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):

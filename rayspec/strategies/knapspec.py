@@ -33,13 +33,12 @@ from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.acceptance import (
     Decision,
+    DraftTimes,
     DraftUntilFound,
     DraftWhileWorth,
-    best_choice,
     best_lookup,
     estimated_acceptance,
     shrink,
-    tokens_per_time,
 )
 from rayspec.planning.knapsack import quantize
 from rayspec.planning.latency import LatencyModel
@@ -149,15 +148,8 @@ class KnapSpec:
         context = state.context // _CONTEXT_GRID * _CONTEXT_GRID
         key = (candidate.choices, context, state.batch)
         if key not in self._rates:
-            self._rates[key] = tokens_per_time(
-                [candidate.choices],
-                self.acceptance_of([candidate]),
-                self._latency,
-                context=context,
-                batch=state.batch,
-                max_draft_tokens=self._options.max_draft_tokens,
-                stop_rule=self._stops.rule,
-            )[0]
+            times = self._times(context, state.batch)
+            self._rates[key] = times.tokens_per_time([candidate.choices], self.acceptance_of([candidate]))[0]
         return float(self._rates[key][:longest].max())
 
     def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
@@ -352,16 +344,19 @@ class KnapSpec:
         self._num_in_vain = 0 if self.plan.drafts else self._num_in_vain + 1
         return record
 
-    def _best_known(self, state: BatchState) -> tuple[Decision, Candidate | None]:
-        best = best_choice(
-            [candidate.choices for candidate in self._candidates],
-            self.acceptance_of(self._candidates),
-            self._latency,
-            context=state.context,
-            batch=state.batch,
+    def _times(self, context: int, batch: int) -> DraftTimes:
+        return DraftTimes(
+            latency=self._latency,
+            context=context,
+            batch=batch,
             max_draft_tokens=self._options.max_draft_tokens,
             stop_rule=self._stops.rule,
         )
+
+    def _best_known(self, state: BatchState) -> tuple[Decision, Candidate | None]:
+        patterns = [candidate.choices for candidate in self._candidates]
+        times = self._times(state.context, state.batch)
+        best = times.best_choice(patterns, self.acceptance_of(self._candidates))
         return best, None if best.candidate is None else self._candidates[best.candidate]
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
