@@ -269,14 +269,15 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     rows = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
     _check_unique(rows.fieldnames or (), columns, piece)
     for number in itertools.count(1):
-        source = piece.source(number)
+        source, num_read = piece.source(number), rows.reader.line_num
         try:
             fields = next(rows)
             "".join(map(str, fields.values())).encode()
         except StopIteration:
             return
         except csv.Error as error:
-            yield number, InputFileError(f"{source}: not valid CSV: {error}", "malformed_row")
+            read = f"lines {num_read + 1} to {rows.reader.line_num}"  # many, where a quote does not end
+            yield number, InputFileError(f"{source}: {read} are no row of CSV: {error}", "malformed_row")
         except UnicodeEncodeError:
             yield number, InputFileError(f"{source}: not UTF-8; convert the file to UTF-8", "not_utf8")
         else:

@@ -415,6 +415,14 @@ def test_mistakes_of_a_format_are_bad_rows(tmp_path: Path, name: str, content: b
     assert all(name in str(row.error) for row in rows if row.error_kind)
 
 
+def test_the_lines_that_an_open_quote_takes_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('id\ttext\n1\tfine\n2\t"12 inches\n3\tfine\n4\t"a"b\n5\t"c" d\n6\tfine\n')
+    good, open_quote, other, last = read(tmp_path / "a.tsv")
+    assert "a.tsv:2: lines 3 to 5 are no row of CSV: " in str(open_quote.error)
+    assert "a.tsv:3: lines 6 to 6 are no row of CSV: " in str(other.error)
+    assert (good.document, last.document) == ("fine", "fine")
+
+
 def pdf(*pages: str) -> bytes:
     """A PDF file with a line on each page."""
     objects = ["<</Type/Catalog/Pages 2 0 R>>", ""]
