@@ -18,7 +18,11 @@ SAID = {
     "adapters.py": ["None: 'Review of the zoning program of the ", "\nlegal: '", "\nmedical: '"],
     "ray_data.py": ["report-0-0: Review of the ", "report-0-1: Review of the ", "report-0-2: Review of the "],
 }
-LONG = {"adapters.py": [pytest.mark.exhaustive], "ray_data.py": [pytest.mark.ray, pytest.mark.exhaustive]}
+LONG = {
+    "adapters.py": [pytest.mark.exhaustive],
+    "compare.py": [pytest.mark.exhaustive],
+    "ray_data.py": [pytest.mark.ray, pytest.mark.exhaustive],
+}
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ SMALL = (
 )
 
 
+@pytest.mark.exhaustive
 def test_one_command_makes_all_figures(tmp_path: Path) -> None:
     bench, out = tmp_path / "results.json", tmp_path / "new" / "out"
     bench.write_text(json.dumps({"workloads": WORKLOADS}), encoding="utf-8")

@@ -61,11 +61,15 @@ def test_the_checkpoint_names_no_path_and_is_complete() -> None:
 @pytest.mark.parametrize(
     ("domain", "size", "num_tasks", "least_share"),
     [
-        ("summary", 15, 2, 0.9),
         ("ledger", 12, 2, 0.9),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("summary", 50, 3, 0.9), ("question", 30, 12, 0.5), ("ledger", 12, 4, 0.9))
+            for case in (
+                ("summary", 15, 2, 0.9),
+                ("summary", 50, 3, 0.9),
+                ("question", 30, 12, 0.5),
+                ("ledger", 12, 4, 0.9),
+            )
         ),
     ],
 )
