@@ -121,15 +121,9 @@ def test_rows_count_evenly_over_the_time_in_which_they_were_decoded() -> None:
 
 
 MARKUP = [
-    "![x](http://evil/b.png)",
-    "[b](http://evil)",
-    "<img src=http://evil>",
-    "<http://evil>",
-    "a|b",
-    "`c`",
-    "*d*",
+    "![x](http://evil/b.png)", "[b](http://evil)", "<img src=http://evil>", "<http://evil>", "a|b", "`c`", "*d*",
     "e_1_",
-]
+]  # fmt: skip
 
 
 def test_texts_of_others_are_no_markup() -> None:

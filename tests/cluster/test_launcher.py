@@ -23,13 +23,9 @@ NAMES = ("on-prem", "aws", "gcp", "azure")
 CLOUDS = NAMES[1:]
 _PROVIDERS = {"local": "local", "aws": "aws", "gcp": "gcp", "azure": "_azure"}
 COMMANDS = (
-    "initialization_commands",
-    "setup_commands",
-    "head_setup_commands",
-    "worker_setup_commands",
-    "head_start_ray_commands",
-    "worker_start_ray_commands",
-)
+    "initialization_commands", "setup_commands", "head_setup_commands", "worker_setup_commands",
+    "head_start_ray_commands", "worker_start_ray_commands",
+)  # fmt: skip
 
 
 def load(name: str) -> dict[str, Any]:

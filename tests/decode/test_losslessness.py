@@ -177,9 +177,11 @@ SAMPLING: dict[str, dict[str, Any]] = {
 BATCHES: tuple[dict[str, Any], ...] = ({}, {"kv_cache_tokens": 210, "max_num_batched_tokens": 16}, {"max_num_seqs": 1})
 DRAFTS = (*KINDS, "trees")
 SAMPLED = list(product(["qwen2", "mixtral"], SAMPLING, DRAFTS, range(len(BATCHES))))
-# Each way to sample with two kinds of drafts, in another kind of batch each time.
+# Each way to sample with every second kind of draft, in another kind of batch each time.
 FEW_SAMPLED = [
-    ("qwen2", name, DRAFTS[number % 4], number % 3) for at, name in enumerate(SAMPLING) for number in (at, at + 5)
+    ("qwen2", name, DRAFTS[kind], (at + kind) % len(BATCHES))
+    for at, name in enumerate(SAMPLING)
+    for kind in (at % 2, at % 2 + 2)
 ]
 
 

@@ -21,30 +21,13 @@ TEXT: dict[str, Any] = {"model": "m", "prompt": "x"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "mul", "arguments": "{}"}}
 
 EVERYTHING: dict[str, Any] = {
-    "n": 2,
-    "temperature": 0.5,
-    "top_p": 0.9,
-    "stop": ["a", "b"],
-    "seed": 7,
-    "presence_penalty": 0.25,
-    "frequency_penalty": -0.25,
-    "logit_bias": {"5": -100, "6": 1.5},
-    "top_k": 20,
-    "min_p": 0.05,
-    "repetition_penalty": 1.1,
-    "min_tokens": 3,
-    "ignore_eos": True,
-    "stop_token_ids": [9],
-    "skip_special_tokens": False,
-    "include_stop_str_in_output": True,
-    "bad_words": ["no", "never"],
-    "allowed_token_ids": [1, 2, 3],
-    "truncate_prompt_tokens": 5,
-    "spaces_between_special_tokens": True,
-    "prompt_logprobs": 3,
-    "structured_outputs": {"choice": ["a", "b"]},
-    "use_drafts": False,
-}
+    "n": 2, "temperature": 0.5, "top_p": 0.9, "stop": ["a", "b"], "seed": 7, "presence_penalty": 0.25,
+    "frequency_penalty": -0.25, "logit_bias": {"5": -100, "6": 1.5}, "top_k": 20, "min_p": 0.05,
+    "repetition_penalty": 1.1, "min_tokens": 3, "ignore_eos": True, "stop_token_ids": [9], "skip_special_tokens": False,
+    "include_stop_str_in_output": True, "bad_words": ["no", "never"], "allowed_token_ids": [1, 2, 3],
+    "truncate_prompt_tokens": 5, "spaces_between_special_tokens": True, "prompt_logprobs": 3,
+    "structured_outputs": {"choice": ["a", "b"]}, "use_drafts": False,
+}  # fmt: skip
 
 
 JSON_FORM: dict[str, Any] = {

@@ -36,16 +36,9 @@ WAIT_S = 60
 KINDS = ("attention", "mlp")
 HOSTILE = "Grüße, 世界 🌍 <img src=x onerror=\"document.title='run'\"> & <script>document.title='run'</script>"
 FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-dev-shm-usage",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
 
 pytestmark = [
     pytest.mark.slow,
