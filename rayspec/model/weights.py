@@ -267,6 +267,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
         with _LOADS, enough_memory():
             model, info = _load(config, described, layers, with_embedding, options)
     except LOADING_ERRORS as error:
+        _require_shards(config, error)
         lacks = error.name if isinstance(error, ModuleNotFoundError) and error.name else None
         remedy = "" if lacks is None else f": pip install {lacks.partition('.')[0]}"
         raise CheckpointError(f"model {config.model!r} could not be loaded: {in_one_line(error)}{remedy}") from error
@@ -289,6 +290,18 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
         with enough_memory():
             model = model.to(device)
     return model.eval()  # type: ignore[no-any-return]
+
+
+def _require_shards(config: EngineConfig, error: Exception) -> None:
+    """Raise CheckpointError, in place of an error of the system, if a file that an index names is gone."""
+    for index in sorted(Path(config.model).glob("*.index.json")) if isinstance(error, OSError) else ():
+        for name in sorted(set(read_index(index)["weight_map"].values())):
+            if not (index.parent / name).exists():
+                raise _incomplete(config, name, index.name) from error
+
+
+def _incomplete(config: EngineConfig, name: str, index: str) -> CheckpointError:
+    return CheckpointError(f"model {config.model!r} lacks {name}, which {index} names: fetch it again")
 
 
 def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
@@ -445,7 +458,7 @@ def _link_files(config: EngineConfig, folder: Path, foreign_keys: re.Pattern[str
     for name, link in links.items():
         shard = _checkpoint_file(config, name, is_needed=True)
         if shard is None:
-            raise CheckpointError(f"model {config.model!r} lacks {name}, which {_INDEX} names: fetch it again")
+            raise _incomplete(config, name, _INDEX)
         (folder / link).symlink_to(shard)
 
 

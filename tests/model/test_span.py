@@ -180,6 +180,17 @@ def test_files_without_a_tensor_of_the_span_are_not_needed(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("layers", [None, range(1, 2)])
+def test_a_file_that_the_index_names_and_is_gone_is_named(tmp_path: Path, layers: range | None) -> None:
+    folder, weight_map = _sharded(tmp_path)
+    file = min(_files_of(weight_map, range(1, 2)))
+    (folder / file).unlink()
+    with pytest.raises(
+        CheckpointError, match=f"lacks {file}, which model.safetensors.index.json names: fetch it again"
+    ):
+        load_model(_config(folder), layers=layers)
+
+
+@pytest.mark.parametrize("layers", [None, range(1, 2)])
 @pytest.mark.parametrize("index_name", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 @pytest.mark.parametrize("file", [3, None, ["a"], "", "../{}", "part/../../{}", "/{}"])
 def test_an_index_names_only_files_of_its_folder(
