@@ -19,7 +19,7 @@ from rayspec.command.terminal import exit_on_sigterm, say
 from rayspec.demo import BUNDLED, local_path
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
-from rayspec.serve.app import bind_models, bind_runner, with_sizes
+from rayspec.serve.app import bind_models, bind_runner, model_deployment, with_sizes
 from rayspec.serve.batch_store import BatchStore
 from rayspec.serve.front import http_server
 from rayspec.serve.ingress import Ingress, build_app
@@ -93,6 +93,8 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
             for engine in engines:  # finds errors before Ray starts
                 load_config(engine.replace(model=local_path(engine.model)))
                 check_adapters(engine.lora_modules)
+        for config in options.llm_configs:  # finds errors in their deployment_config
+            model_deployment(config, replica_timeout_s=options.replica_timeout_s, name="Model", num_gpus=0)
         if options.batches is not None and _RAY_ADDRESS not in os.environ:
             _check_folder(options.batches)
         with ray_session(sum(config.num_cpus for config in options.llm_configs)):
