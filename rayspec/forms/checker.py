@@ -37,7 +37,10 @@ _FORMATS = {
     *("uri-reference", "iri", "iri-reference", "uuid", "uri-template"),
     *("json-pointer", "relative-json-pointer", "regex"),
 }
-_SAID = {"NoExtensionBias": "a $ref, or a rule of a grammar, leads to itself and to nothing else"}
+_SAID = {
+    "NoExtensionBias": "no text has this form: a part of it matches nothing, as the regex [^\\s\\S] does, or a $ref, "
+    "or a rule of a grammar, leads to itself and to nothing else"
+}
 _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
 
 

@@ -337,7 +337,7 @@ def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -
     [
         (
             {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-            ": a $ref, or a rule of a grammar, leads to itself",
+            ": no text has this form: a part of it matches nothing",
         ),
         ({"properties": {"a": {"format": "iri"}, "b": {"format": "x"}}}, ".properties.a: Unknown format: iri"),
         ({"properties": {"a": {"items": {"format": "x", "not": {}}}}}, ".properties.a.items: Unimplemented keys"),
@@ -346,6 +346,13 @@ def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -
 def test_a_schema_that_llguidance_does_not_know_says_where(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(GrammarError, match=re.escape(f"structured_outputs.json{message}")):
         _grammars().compiled(StructuredOutputsParams(json=schema)).result()
+
+
+def test_a_regex_that_nothing_matches_is_told_as_such() -> None:
+    with pytest.raises(
+        GrammarError, match=r"^structured_outputs.regex: no text has this form: a part .* nothing else$"
+    ):
+        _grammars().compiled(StructuredOutputsParams(regex=r"a[^\s\S]b")).result()
 
 
 def test_max_tokens_may_end_a_form_early(llm: LLM) -> None:
