@@ -7,8 +7,9 @@ import difflib
 import json
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, get_args
 
 from rayspec.errors import ConfigError, InvalidMessagesError, RequestError
@@ -268,21 +269,29 @@ def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **
     for message in conversation:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = _as_object(call["function"].get("arguments") or {})
+    render = partial(
+        tokenizer.apply_chat_template,
+        tools=rendering.tools or None,
+        chat_template=template,
+        add_generation_prompt=rendering.add_generation_prompt,
+        continue_final_message=rendering.continue_final_message,
+        **options,
+        **rendering.variables,
+    )
     try:
-        return tokenizer.apply_chat_template(
-            conversation,
-            tools=rendering.tools or None,
-            chat_template=template,
-            add_generation_prompt=rendering.add_generation_prompt,
-            continue_final_message=rendering.continue_final_message,
-            **options,
-            **rendering.variables,
-        )
+        return render(conversation)
     except BaseException as error:  # a template is anybody's program, which may raise anything
         if not _is_problem(error):
             raise
         is_of_jinja = type(error).__module__.startswith("jinja2")  # whose messages say all
         told = str(error) if is_of_jinja else f"{type(error).__name__}: {error}"
+        if is_of_jinja and conversation[1:] and conversation[0]["role"] == "system":
+            with suppress(Exception):
+                render(conversation[1:])
+                told += (
+                    "; without the system message they can: put its text into the first message of the user. Tools "
+                    "that the chat template does not describe need a system message"
+                )
         raise InvalidMessagesError(f"the messages cannot be made a prompt: {told}") from error
 
 

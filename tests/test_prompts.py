@@ -159,6 +159,18 @@ def test_whatever_a_template_raises_is_an_error_of_the_conversation(template: st
         conversation_tokens([USER], TOKENIZER, Rendering(template=template))
 
 
+def test_a_template_that_refuses_system_messages_is_told_apart() -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('No system') }}{% endif %}{{ messages }}"
+    system = {"role": "system", "content": "Be short."}
+    with pytest.raises(
+        InvalidMessagesError, match=r"a prompt: No system; without the system message they can: put its"
+    ):
+        conversation_tokens([system, USER], TOKENIZER, Rendering(template=refusing))
+    for template, messages in ((HOSTILE["raise"], [system, USER]), (refusing, [system])):
+        with pytest.raises(InvalidMessagesError, match=r"a prompt: (roles must alternate|No system)$"):
+            conversation_tokens(messages, TOKENIZER, Rendering(template=template))
+
+
 def test_a_panic_of_the_tokenizer_is_an_error_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """A panic of a library in Rust is no Exception. Backtracking without bound in a regular expression is one."""
     backtracking = Tokenizer.from_str(TOKENIZER.backend_tokenizer.to_str())
