@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ from rayspec.serve.access import MALFORMED, error_response
 _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
 _VERSIONS = ("1.0", "1.1")
+_HTTP_URI = re.compile(rb"https?://(?P<host>[^/?]+)(?P<target>.*)", re.IGNORECASE)
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that dashboards and alerts find it
 _SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
@@ -101,7 +103,8 @@ async def _drop_body(receive: Receive) -> None:
 
 class _Parser(h11.Connection):
     """Refuses long headers, of which h11 takes twice as much where they come at once; and bodies of tiny chunks: each
-    chunk costs the event loop as much as some kilobytes do."""
+    chunk costs the event loop as much as some kilobytes do. Of a whole URI as the target, as for proxies, the host
+    takes the place of the host header (RFC 9112, 3.2.2)."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -112,6 +115,14 @@ class _Parser(h11.Connection):
             self._num_chunks = self._num_bytes = 0
             if len(event.target) + sum(map(len, itertools.chain.from_iterable(event.headers))) > _SLICE_BYTES:
                 raise h11.RemoteProtocolError("too long headers")
+            if (uri := _HTTP_URI.fullmatch(event.target)) is not None:
+                others = [(name, value) for name, value in event.headers if name != b"host"]
+                event = h11.Request(
+                    method=event.method,
+                    target=b"/" + uri["target"].removeprefix(b"/"),
+                    headers=[(b"host", uri["host"]), *others],
+                    http_version=event.http_version,
+                )
         elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)

@@ -22,7 +22,8 @@ POST = b"POST /echo HTTP/1.1\r\nhost: localhost\r\n"
 
 
 async def echo(request: Request) -> JSONResponse:
-    return JSONResponse({"body": (await request.body()).decode(), "id": request.headers["x-request-id"]})
+    headers = {name: request.headers[header] for name, header in (("id", "x-request-id"), ("host", "host"))}
+    return JSONResponse({"body": (await request.body()).decode(), **headers})
 
 
 async def refuse(request: Request) -> JSONResponse:
@@ -210,6 +211,14 @@ class TestRestOfABodyThatNobodyNeeds:
                 except ConnectionError:
                     is_open = False
             assert not is_open
+
+
+@pytest.mark.parametrize("target", [b"http://App.example:80/echo?a=b", b"HTTPS://App.example:80/echo"])
+def test_the_target_may_be_a_whole_uri(address: tuple[str, int], target: bytes) -> None:
+    status, _, body = exchange(address, b"GET " + target + b" HTTP/1.1\r\nhost: other\r\nconnection: close\r\n\r\n")
+    assert (status, json.loads(body)["host"]) == (b"HTTP/1.1 200 OK", "App.example:80")
+    assert exchange(address, b"GET http://localhost HTTP/1.1\r\nhost: localhost\r\n\r\n")[0].split()[1] == b"404"
+    assert exchange(address, b"GET http:///echo HTTP/1.1\r\nhost: localhost\r\n\r\n")[0].split()[1] == b"404"
 
 
 def test_invented_methods_make_no_series(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
