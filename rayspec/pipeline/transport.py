@@ -14,6 +14,7 @@ import math
 import secrets
 import socket
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -104,6 +105,10 @@ class Transport:
         self._poller = zmq.Poller()
         self._poller.register(self._inbox, zmq.POLLIN)
         self._poller.register(self._gate.socket, zmq.POLLIN)
+        # It refers to the sockets until it is called: a context whose sockets are garbage too does not find them, and
+        # waits for their end for ever. At the end of the program, a thread may still use them.
+        self._end = weakref.finalize(self, _end, self._context, self._inbox, self._gate, self._connections)
+        self._end.atexit = False
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
         self._poller.register(self._woken.fileno(), zmq.POLLIN)
@@ -182,8 +187,7 @@ class Transport:
 
     def close(self) -> None:
         """Close the transport at once; messages that have not been sent yet are dropped. May be called again."""
-        self._connections.clear()
-        self._context.destroy(linger=0)
+        self._end()
         self._waker.close()
         self._woken.close()
 
@@ -240,6 +244,10 @@ class _Gate:
         known = hmac.compare_digest(b"".join(credentials), self._key)
         verdict = (b"200", b"OK") if known else (b"400", b"unknown key")
         self.socket.send_multipart([version, request, *verdict, b"", b""])
+
+
+def _end(context: zmq.Context[zmq.Socket[bytes]], *_sockets: object) -> None:
+    context.destroy(linger=0)
 
 
 def _set_tcp_options(socket: zmq.Socket[bytes], *, ipv6: bool) -> None:

@@ -4,6 +4,8 @@ import os
 import pickle
 import select
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -317,3 +319,17 @@ def test_close_leaves_nothing(make_transport: NewTransport) -> None:
     for use in (lambda: here.send("there", number(1)), lambda: here.receive(0), lambda: here.connect({})):
         with pytest.raises(TransportError, match="the transport of here is closed"):
             use()
+
+
+def test_a_transport_that_is_garbage_with_its_sockets_holds_up_nobody() -> None:
+    script = """
+import gc
+from rayspec.pipeline.transport import Secret, Transport
+
+here = Transport("here", Secret(), host="127.0.0.1")
+here.connect({"here": here.address})
+here.itself = here
+del here
+gc.collect()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
