@@ -180,7 +180,7 @@ def test_version_names_what_it_stands_on(run: Any) -> None:
 
 def started(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rayspec.cli", *arguments],
+        [sys.executable, "-m", "rayspec", *arguments],
         cwd=folder,
         stderr=subprocess.PIPE,
         env=os.environ.copy(),

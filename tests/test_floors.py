@@ -80,6 +80,7 @@ FLOORS = (
     Floor(name="rayspec.ops", below=OPS),
     Floor(name="rayspec.bench", below=BENCH),
     Floor(name="rayspec.cli", below=CLI),
+    Floor(name="rayspec.__main__", below=frozenset({"rayspec.cli"}), only=frozenset()),
     Floor(name="rayspec.data", below=frozenset({"rayspec.batch"})),
     Floor(name="jobs", below=CLI | {"jobs"}),
     Floor(name="benchmarks", below=CLI | {"benchmarks"}),
@@ -92,7 +93,7 @@ BOXES = {
     "Python API": ("rayspec", "rayspec.llm", "rayspec.local_engine", "rayspec.request_engine"),
     "planner": ("rayspec.ops.plan",),
     "Ray session": ("rayspec.ray_session",),
-    "cli, jobs": ("rayspec.cli", "rayspec.data", "jobs"),
+    "cli, jobs": ("rayspec.__main__", "rayspec.cli", "rayspec.data", "jobs"),
 }
 NEEDS_NO_MODEL = ("rayspec/demo/__init__.py", "rayspec/demo/corpus.py")
 

@@ -55,7 +55,7 @@ main()
 
 def test_what_is_printed_is_utf_8_in_every_locale() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "rayspec.cli", "fetch"]
+    command = [sys.executable, "-m", "rayspec", "fetch"]
     for given, said in (("größe".encode(), "größe"), (b"gr\xf6", r"gr\udcf6")):
         done = subprocess.run([*map(os.fsencode, command), given], capture_output=True, env=environment, check=False)
         assert done.returncode == 2

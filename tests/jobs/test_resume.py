@@ -222,7 +222,7 @@ def test_a_job_killed_twice_extracts_fields_of_pdf_files(folder: Path, monkeypat
     schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
     (folder / "schema.json").write_text(json.dumps(schema), encoding="utf-8")
     options = ("--json-schema", "schema.json", "--cache", "cache", "--max-model-len", "512", "--max-tokens", "99")
-    command = [sys.executable, "-m", "rayspec.cli", "summarize", "docs", *FAST, *options, "--max-num-seqs", "2"]
+    command = [sys.executable, "-m", "rayspec", "summarize", "docs", *FAST, *options, "--max-num-seqs", "2"]
     command += ["-o", "out"]
     for target in (1, 33):
         job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

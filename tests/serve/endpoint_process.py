@@ -72,7 +72,7 @@ def serving(
     file = folder / "app.yaml"
     content = {"llm_configs": models or [model | {"deployment_config": deployment}], "engine_timeout_s": 3.0} | options
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
-    command = [sys.executable, "-m", "rayspec.cli", "serve", str(file), "--port", "0"]
+    command = [sys.executable, "-m", "rayspec", "serve", str(file), "--port", "0"]
     with (folder / "stderr").open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(environment), start_new_session=True

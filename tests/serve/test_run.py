@@ -21,7 +21,7 @@ from tests.serve.endpoint_process import session_pids
 from tests.waiting import wait_until
 
 FLAGS = ("--dtype", "float32", "--num-threads", "1", "--max-model-len", "2048", "--port", "0")
-SERVE = (sys.executable, "-m", "rayspec.cli", "serve")
+SERVE = (sys.executable, "-m", "rayspec", "serve")
 
 
 def test_a_port_that_is_busy_before_or_meanwhile_is_named() -> None:

@@ -1,0 +1,6 @@
+"""`python -m rayspec` is the command `rayspec`."""
+
+from rayspec.cli import main
+
+if __name__ == "__main__":
+    main()
