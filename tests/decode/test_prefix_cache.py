@@ -141,7 +141,7 @@ def _tokens(output: RequestOutput) -> list[tuple[int, ...]]:
     ("family", "way"),
     few_of(
         list(product(["gemma2", "gemma3_text", "mistral", "phi3", "mixtral"], ["plain", "static", "deterministic"])),
-        [("gemma3_text", "plain")],
+        [("gemma3_text", "plain"), ("gemma3_text", "static")],
     ),
 )
 def test_long_texts_equal_generate_with_few_pages(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
