@@ -27,7 +27,7 @@ from typing_extensions import Self, Unpack
 from rayspec import demo
 from rayspec.config import EngineConfig, EngineKeywords, SamplingParams
 from rayspec.decode.engine import Engine
-from rayspec.decode.engine_loop import Client, EngineDeadError, EngineLoop
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.output import PieceQueue
 from rayspec.decode.stages import StageLostError
 from rayspec.errors import naming_the_extra
@@ -37,6 +37,11 @@ from rayspec.model.weights import load_tokenizer
 from rayspec.prompts import Rendering, chat_template, conversation_tokens, text_tokens
 from rayspec.types import ConfigError, EngineStats, LoRARequest, Request, RequestError, RequestOutput
 from rayspec.vllm_names import CALLS, ENGINE, METHODS, from_vllm
+
+if TYPE_CHECKING:
+    from rayspec.pool.replicas import Replicas
+
+    Client = EngineLoop | Replicas  # what runs requests, for callers in any thread
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
@@ -399,16 +404,6 @@ class AsyncEngine:
         """The most prompt and output tokens of a request together."""
         return self.client.info.max_model_len
 
-    @property
-    def max_new_tokens(self) -> int | None:
-        """The checkpoint's length of an output for which nobody states one; None: it states none."""
-        return self.client.info.defaults.max_new_tokens
-
-    @property
-    def kv_cache_tokens(self) -> int:
-        """The tokens that the KV cache holds, which may be fewer than `max_model_len`."""
-        return self.client.info.config.kv_cache_tokens or self.max_model_len
-
     def tokens(self, prompt: str) -> list[int]:
         """Return the tokens of a text. Raises RequestError."""
         return text_tokens(prompt, self.tokenizer)
@@ -457,11 +452,6 @@ class AsyncEngine:
         finally:
             future.cancel()
 
-    async def ping(self) -> None:
-        """Wait until the engine's loop and all processes of the model have answered. Raises EngineDeadError and
-        StageLostError. A loop that is stuck never answers: the caller needs a deadline."""
-        await asyncio.wrap_future(self.client.ping())
-
     def _request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False, background: bool = False
     ) -> Request:
@@ -475,10 +465,6 @@ class AsyncEngine:
             client=self._client_name,
             adapter=self._adapter,
         )
-
-    def stop(self) -> None:
-        """End the loop and the model's processes. Unfinished requests fail with EngineDeadError."""
-        self.llm.shutdown()
 
 
 def _shut_down(llm: weakref.ref[LLM]) -> None:

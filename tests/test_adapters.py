@@ -141,7 +141,7 @@ def test_requests_of_the_endpoint_name_an_adapter_as_their_model(folder: Path) -
         with pytest.raises(InvalidRequestError, match="'b' does not exist; served here: 'base', 'a'"):
             asked("b")
     finally:
-        engine.stop()
+        engine.llm.shutdown()
 
 
 def changed(source: str | None, place: Path, *, tensors: Any = None, **config: Any) -> str:

@@ -18,7 +18,7 @@ def engine() -> Iterator[AsyncEngine]:
         LLM(demo.model_path(), dtype="float32", num_threads=1, speculation={"strategy": "static", "skip": [3, 5]})
     )
     yield engine
-    engine.stop()
+    engine.llm.shutdown()
 
 
 async def _streamed(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:

@@ -12,18 +12,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rayspec.config import SamplingParams
 from rayspec.decode.output import NewOutput
 from rayspec.machine import take_long_turns
 from rayspec.structured import MOST_TOKENS_OF_THINK, THINKING, StructuredOutputsParams
-from rayspec.types import EngineLoad, EngineStats, RayspecError, Request, RequestError, RequestOutput
+from rayspec.types import EngineLoad, RayspecError, Request, RequestError, RequestOutput
 
 if TYPE_CHECKING:  # the endpoint's ingress imports this module, but none of these
-    from transformers import PreTrainedTokenizerBase
-
-    from rayspec.decode.engine import Engine, EngineInfo
+    from rayspec.decode.engine import Engine
     from rayspec.decode.stages import Progress, StageUse
 
 T = TypeVar("T")
@@ -37,58 +35,6 @@ class EngineDeadError(RayspecError):
 
 # Receives new output of a streaming request. Called on the loop's delivery thread: it must be quick and must not raise.
 Listener = Callable[[RequestOutput], None]
-
-
-class Client(Protocol):
-    """An engine as its callers see it: in this process, in stages, or a pool of engines. Any thread may use it.
-
-    engine: None for a pool, whose engines are in other processes. num_wanted: how many requests keep the engine, or all
-    engines, busy. progress: whether the thread that runs the engine is stuck.
-    """
-
-    @property
-    def engine(self) -> Engine | None: ...
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase | None: ...
-
-    @property
-    def stats(self) -> EngineStats: ...
-
-    @property
-    def load(self) -> EngineLoad: ...
-
-    @property
-    def progress(self) -> Progress: ...
-
-    @property
-    def num_wanted(self) -> int: ...
-
-    @property
-    def is_recovering(self) -> bool:
-        """Whether lost shards are being replaced, or no engine of a pool is up. Meanwhile there is no progress. If
-        recovery fails, the engine ends by itself."""
-
-    def stage_use(self) -> Sequence[StageUse]:
-        """Return how busy the stages of a pipeline were since the last call; empty for others."""
-
-    def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]: ...
-
-    def submit_all(
-        self, requests: Sequence[Request], listener: Listener | None = None
-    ) -> list[Future[RequestOutput]]: ...
-
-    def ping(self) -> Future[None]:
-        """Return a future that is done when all processes of the engine, or engines, have answered."""
-
-    def stop(self) -> None:
-        """Take no more requests. Unfinished requests fail with EngineDeadError."""
-
-    def shutdown(self) -> None:
-        """Stop, and end the processes that hold the model, if there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +85,7 @@ class EngineLoop:
 
     @property
     def num_wanted(self) -> int:
+        """How many requests keep the engine busy."""
         return 2 * self.info.config.num_seqs
 
     @property
@@ -147,13 +94,16 @@ class EngineLoop:
 
     @property
     def progress(self) -> Progress:
+        """Whether the thread that runs the engine is stuck."""
         return self.engine.progress
 
     @property
     def is_recovering(self) -> bool:
+        """Whether lost shards are being replaced. Meanwhile there is no progress. If it fails, the engine ends."""
         return self.engine.stages.is_recovering
 
     def stage_use(self) -> Sequence[StageUse]:
+        """Return how busy the stages of a pipeline were since the last call; empty for others."""
         return self.engine.stages.recent_use()
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
@@ -218,6 +168,7 @@ class EngineLoop:
             one.join(max(0.0, end_s - time.monotonic()))
 
     def shutdown(self) -> None:
+        """Stop, and end the processes that hold the model, if there are any."""
         self.stop()
         self.engine.shutdown()
 

@@ -164,7 +164,7 @@ async def _prompts(
 ) -> list[Prompt]:
     """Check and tokenize a request. needed: see `sampling_params`. dropped: fields of messages."""
     rendering = request.rendering if tool_use is None else tool_use.rendering(request.rendering)
-    num_characters, prompts = request.num_characters, list[Prompt]()
+    num_characters, prompts, info = request.num_characters, list[Prompt](), engine.client.info
     params: dict[int, SamplingParams] = {}
     # One after the other, so that prompts of other requests come in between.
     for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
@@ -175,10 +175,9 @@ async def _prompts(
         work = partial(_tokens, given, engine, rendering, is_cut=is_cut)
         token_ids = await in_thread_if_large(work, num_characters)
         token_ids = request.cut(token_ids, engine.max_model_len)
-        room = max(1, engine.kv_cache_tokens - len(token_ids))
-        length = request.num_output_tokens(
-            len(token_ids), engine.max_model_len, min(engine.max_new_tokens or room, room)
-        )
+        room = max(1, (info.config.kv_cache_tokens or engine.max_model_len) - len(token_ids))
+        usual = min(info.defaults.max_new_tokens or room, room)
+        length = request.num_output_tokens(len(token_ids), engine.max_model_len, usual)
         check_tokens(token_ids, engine.tokenizer)
         if length not in params:
             params[length] = request.sampling_params(length, needed)

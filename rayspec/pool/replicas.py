@@ -26,7 +26,7 @@ class Replicas:
 
     def __init__(self, factory: EngineFactory, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Wait until one replica is up, see `EngineSupervisor.begin`. factory: its items are requests."""
-        self.engine = None
+        self.engine = None  # they are in other processes
         self.tokenizer = tokenizer
         self.progress = Progress()  # without tasks: the supervisor asks each replica for its own
         options = factory.engine.parallel
@@ -55,9 +55,11 @@ class Replicas:
 
     @property
     def is_recovering(self) -> bool:
+        """Whether no engine is up. Meanwhile there is no progress. If recovery fails, the engines end by themselves."""
         return self._pool.supervisor.num_up == 0
 
     def stage_use(self) -> Sequence[StageUse]:
+        """Return nothing: only an engine of this process knows its stages."""
         return ()
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:

@@ -155,13 +155,13 @@ class ModelServer:
         for task in getattr(self, "_tasks", ()):
             task.cancel()
         if hasattr(self, "_engine"):
-            self._engine.stop()
+            self._engine.llm.shutdown()
 
     async def _ping(self) -> None:
         """Let the engine answer again and again: so an idle pipeline notices a lost stage before the next request."""
         while True:
             try:
-                await self._engine.ping()
+                await asyncio.wrap_future(self._engine.client.ping())
             except RayspecError as error:
                 self._failure = error
             else:

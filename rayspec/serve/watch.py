@@ -27,7 +27,7 @@ from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineStats, PlanRecord
 
 if TYPE_CHECKING:
-    from rayspec.decode.engine_loop import Client
+    from rayspec.llm import Client
 
 logger = logging.getLogger(__name__)
 

@@ -383,7 +383,7 @@ def test_the_bundled_model_answers_parts_as_it_answers_documents() -> None:
         prompt = TokenizedText(demo_tokenizer(), text).text(range(first["start"], first["end"]))
         alone = asyncio.run(engine.run(engine.chat_tokens([{"role": "user", "content": prompt}]), params))
     finally:
-        engine.stop()
+        engine.llm.shutdown()
     assert first["text"] == alone.outputs[0].text
     assert first["text"].startswith(text.splitlines()[0])
     assert root["num_output_tokens"] <= 24

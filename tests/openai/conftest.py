@@ -19,4 +19,4 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncEngine]:
     tokenizer = tokenizer_with(HERMES, tmp_path_factory.mktemp("hermes"))
     engine = AsyncEngine(LLM(shallow_demo(), tokenizer=tokenizer, **OPTIONS))
     yield engine
-    engine.stop()
+    engine.llm.shutdown()

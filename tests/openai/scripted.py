@@ -26,14 +26,14 @@ class ScriptedEngine:
 
     tokenizer = demo_tokenizer()
     max_model_len = 512
-    max_new_tokens = None
-    kv_cache_tokens = 512
     adapters = ()
     llm = SimpleNamespace(config=SimpleNamespace(tool_call_parser=None, reasoning_parser=None))
 
     def __init__(self, outcomes: Mapping[int, RayspecError | str] | None = None) -> None:
         self.outcomes = outcomes or {}
         self.num_asked = self.num_open = 0
+        config, defaults = SimpleNamespace(kv_cache_tokens=512), SimpleNamespace(max_new_tokens=None)
+        self.client = SimpleNamespace(info=SimpleNamespace(config=config, defaults=defaults))
 
     def tokens(self, prompt: Any) -> list[int]:
         return list(self.tokenizer(prompt)["input_ids"])

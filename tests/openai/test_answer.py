@@ -55,7 +55,7 @@ T = TypeVar("T")
 def engine() -> Iterator[AsyncEngine]:
     engine = AsyncEngine(LLM(shallow_demo(), **OPTIONS))
     yield engine
-    engine.stop()
+    engine.llm.shutdown()
 
 
 def parsed(body: dict[str, Any], **changes: Any) -> Request:
@@ -231,7 +231,7 @@ def test_what_takes_too_much_memory_is_refused(
 
 def test_events_that_repeat_all_logprobs_have_fewer() -> None:
     scripted: Any = ScriptedEngine()
-    scripted.max_model_len = scripted.kv_cache_tokens = 10_000
+    scripted.max_model_len = scripted.client.info.config.kv_cache_tokens = 10_000
     asked = {"model": SERVED[0], "input": "a", "top_logprobs": 20, "max_output_tokens": 8000}
     assert run(answer_module._prompts(ResponsesRequest.parse(asked), scripted))
     with pytest.raises(RequestError, match="at most 125000 here, lower max_tokens"):

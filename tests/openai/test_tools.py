@@ -254,4 +254,4 @@ def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
         assert choice["token_ids"][0] == mark
         assert len(call["id"]) == 9, "Mistral's templates take no other"
     finally:
-        engine.stop()
+        engine.llm.shutdown()
