@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 Prompt = str | Mapping[str, Any] | Sequence[int]
 Message = Mapping[str, Any]
 ProgressBar = Callable[..., Any]  # has the parameters of tqdm
+Observe = Callable[[RequestOutput], None]
 _PLAINLY = Rendering()
 
 logger = logging.getLogger(__name__)
@@ -385,14 +386,19 @@ class LLM:
                 future.cancel()
 
 
+def _unobserved() -> AbstractContextManager[Observe]:
+    return nullcontext(lambda output: None)
+
+
 class AsyncEngine:
     """The engine of an LLM, for coroutines. Many of them submit prompts, and one engine loop runs all.
 
-    client: says what the engine does, and whether it lives.
+    client: says what the engine does, and whether it lives. observing: gives what gets every output of a request, while
+    the request runs.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: LLM, observing: Callable[[], AbstractContextManager[Observe]] = _unobserved) -> None:
+        self.llm, self._observing = llm, observing
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self.client = llm.client
         self._numbers = itertools.count()
@@ -436,7 +442,10 @@ class AsyncEngine:
         """Run a request and return its finished output. An error of the request is in `error` of the output. Raises
         EngineDeadError. Cancelling the call aborts the request. background: other requests go first."""
         request = self._request(prompt_token_ids, params, background=background)
-        return await asyncio.wrap_future(self.client.submit(request))
+        with self._observing() as observe:
+            output = await asyncio.wrap_future(self.client.submit(request))
+            observe(output)
+        return output
 
     async def stream(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float = 0.0
@@ -444,13 +453,15 @@ class AsyncEngine:
         """Yield new output as it is generated, see RequestOutput. interval_s: outputs that follow each other faster are
         joined, see PieceQueue. Raises EngineDeadError. Closing the generator aborts the request."""
         pieces = PieceQueue(interval_s)
-        future = self.client.submit(self._request(prompt_token_ids, params, stream=True), pieces.put)
-        future.add_done_callback(pieces.end)
-        try:
-            async for piece in pieces.read():
-                yield piece
-        finally:
-            future.cancel()
+        with self._observing() as observe:
+            future = self.client.submit(self._request(prompt_token_ids, params, stream=True), pieces.put)
+            future.add_done_callback(pieces.end)
+            try:
+                async for piece in pieces.read():
+                    observe(piece)
+                    yield piece
+            finally:
+                future.cancel()
 
     def _request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, stream: bool = False, background: bool = False

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-import rayspec
 from rayspec.choices import SKIP
-from rayspec.config import SamplingParams
 from rayspec.decode.stages import StageUse
-from rayspec.llm import AsyncEngine
+from rayspec.llm import Observe
 from rayspec.serve.scrape import METRICS
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestOutput
 
@@ -102,11 +100,12 @@ class EngineMetrics:
         self._gate_reasons: dict[str, float] = {}  # each label, and whether it holds now
 
     @contextmanager
-    def request(self) -> Iterator[RequestObserver]:
-        """Yield the observer of a request. Leaving also counts a request whose caller leaves or whose engine dies."""
+    def request(self) -> Iterator[Observe]:
+        """Yield what observes each output of a request. Leaving also counts a request whose caller leaves, or whose
+        engine dies."""
         observer, error = RequestObserver(self._record, self._clock), None
         try:
-            yield observer
+            yield observer.observe
         except BaseException as raised:
             error = raised
             raise
@@ -143,31 +142,6 @@ class EngineMetrics:
                 yield "gate_info", 0.0, before
         self._gate_reasons[label] = 1.0
         yield "gate_info", 1.0, label
-
-
-class MeteredEngine(AsyncEngine):
-    """Records the metrics of every request, also of requests that fail."""
-
-    def __init__(self, llm: rayspec.LLM, metrics: EngineMetrics) -> None:
-        super().__init__(llm)
-        self._metrics = metrics
-
-    async def run(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, background: bool = False
-    ) -> RequestOutput:
-        with self._metrics.request() as request:
-            output = await super().run(prompt_token_ids, params, background=background)
-            request.observe(output)
-        return output
-
-    async def stream(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, interval_s: float = 0.0
-    ) -> AsyncGenerator[RequestOutput, None]:
-        with self._metrics.request() as request:
-            async with aclosing(super().stream(prompt_token_ids, params, interval_s)) as outputs:
-                async for output in outputs:
-                    request.observe(output)
-                    yield output
 
 
 def _totals(stats: EngineStats) -> Iterator[tuple[str, float, str]]:

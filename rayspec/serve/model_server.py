@@ -29,7 +29,7 @@ from rayspec.openai.responses import ModelCard, Response, json_body
 from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest, in_thread_if_large
 from rayspec.pool.stopped import Place
 from rayspec.ray_session import forget_reserved_threads
-from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
+from rayspec.serve.metrics import EngineMetrics, ray_recorder
 from rayspec.serve.options import LLMConfig
 from rayspec.serve.watch import EngineHealth, ModelStatus, RecentRates, ReplicaReport, replicas_of
 from rayspec.types import RayspecError, RequestError
@@ -60,7 +60,7 @@ class ModelServer:
         self._engine = AsyncEngine(llm)
         if config.log_engine_metrics:
             self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=_own_id()))
-            self._engine = MeteredEngine(llm, self._metrics)
+            self._engine = AsyncEngine(llm, self._metrics.request)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
         self._background, self._logprobs = Limit(config.engine.num_seqs), Limit(LOGPROBS_AT_ONCE)
         self._background_logprobs = Limit(LOGPROBS_AT_ONCE)  # interactive requests do not wait for them

@@ -15,7 +15,8 @@ from rayspec.choices import FULL, SKIP, Choices, choices_of
 from rayspec.command.settings import make_settings
 from rayspec.command.terminal import load_llm
 from rayspec.decode.stages import StageUse
-from rayspec.serve.metrics import EngineMetrics, MeteredEngine, ray_recorder
+from rayspec.llm import AsyncEngine
+from rayspec.serve.metrics import EngineMetrics, ray_recorder
 from rayspec.serve.scrape import METRICS, UNREACHABLE_NODES, scrape
 from rayspec.types import (
     CompletionOutput,
@@ -129,9 +130,9 @@ REQUESTS: dict[str, tuple[Pieces, dict[tuple[str, str], float], dict[str, list[f
 def test_a_request_is_recorded(name: str) -> None:
     pieces, counters, histograms = REQUESTS[name]
     recording, times = Recording(), iter([now for now, _ in pieces])
-    with EngineMetrics(recording.record, clock=lambda: next(times)).request() as request:
+    with EngineMetrics(recording.record, clock=lambda: next(times)).request() as observe:
         for _, piece in pieces:
-            request.observe(piece)
+            observe(piece)
     assert (recording.counters, recording.histograms) == (counters, histograms)
 
 
@@ -141,8 +142,8 @@ def test_a_request_is_recorded(name: str) -> None:
 )
 def test_a_request_that_is_left_is_counted(leaving: BaseException, counted: tuple[str, str]) -> None:
     recording = Recording()
-    with pytest.raises(type(leaving)), EngineMetrics(recording.record).request() as request:
-        request.observe(output(completion(1), finished=False, **START))
+    with pytest.raises(type(leaving)), EngineMetrics(recording.record).request() as observe:
+        observe(output(completion(1), finished=False, **START))
         raise leaving
     assert recording.counters == {counted: 1}
 
@@ -221,7 +222,7 @@ async def served(metrics: EngineMetrics) -> tuple[EngineStats, dict[str, Metric]
     """What an engine did for a request and a stream, and what was exported once the last update is in it."""
     common = {"model": "demo", "dtype": "float32", "device": "cpu", "num_threads": 1, "max_model_len": 512}
     speculation = {"strategy": "static", "skip": [2, 5], "max_draft_tokens": 3}
-    metered = MeteredEngine(load_llm(make_settings(flags=common | speculation).engine), metrics)
+    metered = AsyncEngine(load_llm(make_settings(flags=common | speculation).engine), metrics.request)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     try:
         prompt = metered.tokens("The report of the year says")
@@ -229,7 +230,7 @@ async def served(metrics: EngineMetrics) -> tuple[EngineStats, dict[str, Metric]
         assert [piece async for piece in metered.stream(prompt, params)]
         assert (await metered.run([3] * 600, params)).error is not None
     finally:
-        metered.stop()
+        metered.llm.shutdown()
         metrics.update(metered.client.stats, metered.client.load, metered.client.stage_use())
     deadline = time.monotonic() + 30
     while True:
