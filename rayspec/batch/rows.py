@@ -296,7 +296,8 @@ class RowEngine:
     """An engine in an actor, with the handler of its task. info: the options of the pool."""
 
     def __init__(self, task: RowTask, engine: AsyncEngine) -> None:
-        self.client, self.stop = engine.client, engine.llm.shutdown
+        self.client: Any = engine.client  # an EngineLoop: each actor has one engine
+        self.stop = engine.llm.shutdown
         self.info = task.settings.resolved(engine.llm.config)
         self._handle = task.handler(engine)
 

@@ -13,14 +13,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import ray
 from ray import cloudpickle
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
-from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.pipeline.placement import (
     NoPlaceError,
     errors_of_actor,
@@ -31,9 +31,6 @@ from rayspec.pipeline.placement import (
 )
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError, TransportError
-
-if TYPE_CHECKING:
-    from rayspec.llm import Client
 
 _MIN_CPUS_TO_RESERVE = 3
 # Finished texts travel with outputs to the pool, and with later items to the other engines, as an item of their own.
@@ -53,7 +50,7 @@ class NodeLostError(EngineDeadError):
 
 class LoadedEngine(Protocol):
     @property
-    def client(self) -> Client: ...
+    def client(self) -> EngineLoop: ...
 
     @property
     def info(self) -> Any:
