@@ -14,7 +14,7 @@ from tests.exhaustive import few_of
 # Kinds: split, attention of many kinds, recurrent state, no cache, positions of its own, composite.
 FEW = (
     "bert", "deepseek_v3", "exaone4", "falcon#alibi", "gemma3", "llama4", "mamba2", "minimax", "moshi", "qwen3_5",
-    "recurrent_gemma", "rwkv", "xlnet",
+    "recurrent_gemma", "rwkv", "xlnet", "zamba",
 )  # fmt: skip
 
 
