@@ -97,7 +97,8 @@ class LLM:
         self._request_numbers = itertools.count(1)
         self._shutdown_lock = threading.RLock()
         self._is_shut_down = False
-        weakref.finalize(self, self.client.stop)  # else the thread would keep the model in memory
+        # Else the thread would keep the model in memory, and shards would go on to serve.
+        self._end = weakref.finalize(self, self.client.shutdown)
 
     @property
     def config(self) -> EngineConfig:
@@ -250,6 +251,7 @@ class LLM:
         """
         with self._shutdown_lock:
             self._is_shut_down = True
+            self._end.detach()
             try:
                 self.client.shutdown()
             finally:

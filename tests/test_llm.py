@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from rayspec import LLM, SamplingParams, TextPrompt, TokensPrompt, demo
-from rayspec.decode.engine_loop import EngineDeadError
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
 from rayspec.decode.output import NewOutput
 from rayspec.decode.stages import StageLostError
 from rayspec.types import (
@@ -260,6 +260,18 @@ def test_a_model_that_nobody_refers_to_is_freed() -> None:
     del one
     gc.collect()
     assert engine() is None
+
+
+def test_the_processes_of_a_model_end_with_it_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = list[str]()
+    monkeypatch.setattr(EngineLoop, "shutdown", lambda loop: ended.append(loop.info.config.model))
+    for closes in (False, True):
+        one = LLM(shallow_demo(), speculation=STATIC, **OPTIONS)
+        if closes:
+            one.shutdown()
+        del one
+        gc.collect()
+        assert len(ended) == 1 + closes
 
 
 def test_settings_of_the_callers_tokenizer_do_not_change_prompts(llm: LLM) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
+import ray
+
 from rayspec.decode.generate_state import Cuts, weakest
 from rayspec.decode.loading import cache_size
 from rayspec.model.kv_cache import CacheSize
@@ -87,6 +89,8 @@ class Replica:
         self.coordinator = None
 
     def close(self) -> None:
+        if not ray.is_initialized():  # all have ended with Ray, which any call would start again
+            return
         kill([*self.shards.values(), *([self.coordinator] if self.coordinator is not None else [])])
         self.shards.clear()
         self.coordinator = None
