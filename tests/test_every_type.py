@@ -13,8 +13,9 @@ from tests.exhaustive import few_of
 
 # Kinds: split, attention of many kinds, recurrent state, no cache, positions of its own, composite.
 FEW = (
-    "bert", "deepseek_v3", "exaone4", "falcon#alibi", "gemma3", "llama4", "mamba2", "minimax", "moshi", "qwen3_5",
-    "recurrent_gemma", "rwkv", "xlnet", "zamba",
+    "bamba", "bert", "cpmant", "deepseek_v3", "diffllama", "exaone4", "falcon#alibi", "gemma3", "got_ocr2", "gpt2",
+    "llama4", "mamba2", "minimax", "ministral3#beta", "moshi", "openai-gpt", "qwen3_5", "recurrent_gemma", "rwkv",
+    "xlnet", "zamba",
 )  # fmt: skip
 
 
