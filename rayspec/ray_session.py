@@ -9,7 +9,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +28,10 @@ _LOST = (
     "and the same command goes on from there"
 )
 
+# Sessions that share the Ray that one of them has started. A garbage collection may end one in any thread, also in one
+# that holds the lock.
+_lock, _num_sessions = threading.RLock(), 0
+
 
 class ClusterStartError(RayspecError):
     """Ray could not start on this machine."""
@@ -43,7 +47,7 @@ class ClusterLostError(RayspecError):
 
 @contextmanager
 def ray_session(num_cpus: float = 0) -> Iterator[None]:
-    """Attach to RAY_ADDRESS if it is set; otherwise start Ray here and stop it at the end.
+    """Attach to RAY_ADDRESS if it is set; otherwise start Ray here. The last of the sessions that share it stops it.
 
     num_cpus: CPUs that shards reserve (`ParallelOptions.num_cpus`). A private cluster has them, and one more: a
     reservation that can never be met would wait for `start_timeout_s`.
@@ -54,15 +58,27 @@ def ray_session(num_cpus: float = 0) -> Iterator[None]:
     SIGTERM only if there was none. In the main thread, the loss of a private cluster raises ClusterLostError. Raises
     ConfigError if there is no Ray at RAY_ADDRESS, and ClusterStartError if Ray cannot start here.
     """
-    if ray.is_initialized():
+    global _num_sessions  # noqa: PLW0603 - a process has one Ray
+    with ExitStack() as session:
+        with _lock:
+            is_running = ray.is_initialized()
+            if not is_running or _num_sessions:  # else it is somebody else's
+                _num_sessions += 1
+                session.callback(_leave)
+            if not is_running:
+                with _signals_wait():
+                    _start(num_cpus)
+        if not is_running:
+            session.enter_context(_watching())
         yield
-        return
-    try:
-        with _signals_wait():
-            _start(num_cpus)
-        with _watching():
-            yield
-    finally:
+
+
+def _leave() -> None:
+    global _num_sessions  # noqa: PLW0603
+    with _lock:
+        _num_sessions -= 1
+        if _num_sessions:
+            return
         orphans = _orphans()
         ray.shutdown()
         for process in orphans:

@@ -180,6 +180,8 @@ def packed_checkpoints(
     random_numbers = torch.Generator().manual_seed(0)
     places = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7] if layout == "awq" else range(32 // bits))
 
+    ones = sum(1 << place for place in range(0, 32, bits))  # subtracted from whole numbers, as GPTQModel does
+
     def in_numbers(levels: torch.Tensor) -> torch.Tensor:
         joined = levels.view(len(levels), -1, len(places)) << (bits * places)
         return joined.sum(-1).to(torch.uint32).view(torch.int32)
@@ -190,16 +192,14 @@ def packed_checkpoints(
             continue
         (num_rows, num_columns), place = weight.shape, name.removesuffix(".weight")
         levels = torch.randint(2**bits, (num_columns, num_rows), generator=random_numbers)
-        zeros = torch.randint(
-            2**bits // 2 - 1, 2**bits // 2 + 1, (num_columns // 32, num_rows), generator=random_numbers
-        )
+        zeros = torch.rand(num_columns // 32, num_rows, generator=random_numbers).gt(0.1).long() * 2 ** (bits - 1)
         scales = (torch.rand(zeros.shape, generator=random_numbers) / 2**bits).half()
         groups = torch.arange(num_columns) // 32
         if not in_order:
             groups = groups[torch.randperm(num_columns, generator=random_numbers)]
         plain[name] = ((levels - zeros[groups]) * scales.float()[groups]).T.contiguous()
         packed[f"{place}.scales"] = scales
-        packed[f"{place}.qzeros"] = in_numbers(zeros - 1 if layout == "gptq" else zeros)
+        packed[f"{place}.qzeros"] = in_numbers(zeros) - (ones if layout == "gptq" else 0)
         numbers = in_numbers(levels) if layout == "awq" else in_numbers(levels.T.contiguous()).T
         packed[f"{place}.qweight"] = numbers.contiguous()
         if layout != "awq":

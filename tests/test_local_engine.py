@@ -163,7 +163,9 @@ def test_other_data_types_draft_by_copies(dtype: str, choice: Choice) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "make"), [("compressed-tensors", int4_checkpoints), ("gptq", packed_checkpoints)], ids=str
+    ("name", "make"),
+    [("compressed-tensors", int4_checkpoints), ("gptq", packed_checkpoints)],
+    ids=("compressed-tensors", "gptq"),
 )
 def test_a_checkpoint_of_4_bits_drafts_as_a_plain_one(
     name: str, make: Callable[[str, Path], tuple[Path, Path]], tmp_path: Path, caplog: pytest.LogCaptureFixture

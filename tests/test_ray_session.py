@@ -92,6 +92,30 @@ def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Pa
     require_none_below(folder)
 
 
+SHARING = """
+    import ray
+    from contextlib import ExitStack
+    from rayspec.ray_session import ray_session
+
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(ray_session())
+    second.enter_context(ray_session())
+    first.close()
+    print(ray.is_initialized())
+    second.close()
+    print(ray.is_initialized())
+"""
+
+
+@pytest.mark.ray
+def test_the_last_of_the_sessions_that_share_a_ray_stops_it(ray_folder: Path, ray_environment: None) -> None:
+    folder = ray_folder / "sharing"
+    folder.mkdir()
+    output, _ = start(SHARING, folder).communicate(timeout=120)
+    assert output.split() == ["True", "False"]
+    require_none_below(folder)
+
+
 STARTING = """
     from rayspec.ray_session import ray_session
     from rayspec.command.terminal import clean_exit

@@ -30,7 +30,7 @@ from rayspec.choices import Choices, choices_of, num_leading_full
 from rayspec.decode.search import Answer, Found, Question, Trial
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
-from rayspec.planning.acceptance import DraftTimes
+from rayspec.planning.acceptance import DraftRates
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.fixed import FixedPlan
 from rayspec.strategies.knapspec import Candidate, KnapSpec
@@ -230,8 +230,8 @@ def predict(
     latency = latency_of(llm)
     acceptance = KnapSpec(llm.config.speculation, latency).acceptance_of(candidates)
     patterns = [candidate.choices for candidate in candidates]
-    times = DraftTimes(latency=latency, context=context, batch=1, max_draft_tokens=max_draft_tokens)
-    return PlanPredictions(acceptance, times.tokens_per_time(patterns, acceptance))
+    rates = DraftRates(latency=latency, context=context, batch=1, max_draft_tokens=max_draft_tokens)
+    return PlanPredictions(acceptance, rates.tokens_per_time(patterns, acceptance))
 
 
 def run_tpt(
@@ -290,8 +290,8 @@ def _point(
     num_tested = sum(one.num_tested for one in written)
     observed = sum(one.num_accepted for one in written) / num_tested if num_tested else 0.0
     length = plan.num_draft_tokens
-    times = DraftTimes(latency=latency, context=context, batch=1, max_draft_tokens=length)
-    known = times.tokens_per_time([plan.choices], [observed])
+    rates = DraftRates(latency=latency, context=context, batch=1, max_draft_tokens=length)
+    known = rates.tokens_per_time([plan.choices], [observed])
     return PlanPoint(
         choices=plan.choices,
         origin=estimates.origins[plan.choices],

@@ -9,7 +9,7 @@ from benchmarks.papers.rows import MAX_DRAFT_TOKENS, keep_layers
 from benchmarks.roofline import ACCELERATORS, QUANTISED_BYTES, SHAPES, Accelerator, choice_latency
 from rayspec.bench.result import markdown_table
 from rayspec.choices import Choices, combinations, combined, weights_of
-from rayspec.planning.acceptance import DraftTimes
+from rayspec.planning.acceptance import DraftRates
 from rayspec.planning.latency import LatencyModel
 
 _GPU = "H100"
@@ -102,5 +102,5 @@ def _pattern(name: str, num_layers: int) -> Choices:
 
 
 def _gain(latency: LatencyModel, choices: Choices, acceptance: float, context: int, batch: int) -> float:
-    times = DraftTimes(latency=latency, context=context, batch=batch, max_draft_tokens=MAX_DRAFT_TOKENS)
-    return times.best_choice([choices], [acceptance]).predicted_gain
+    rates = DraftRates(latency=latency, context=context, batch=batch, max_draft_tokens=MAX_DRAFT_TOKENS)
+    return rates.best_choice([choices], [acceptance]).predicted_gain

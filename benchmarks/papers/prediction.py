@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rayspec.choices import FULL, SKIP, Choices
-from rayspec.planning.acceptance import Decision, DraftTimes
+from rayspec.planning.acceptance import Decision, DraftRates
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.learning import NEVER, StopRule
 
@@ -31,7 +31,7 @@ def best_length(
     The verify runs all sublayers on all rows, as the papers' code does. For a draft that runs all sublayers in full,
     the result is no draft.
     """
-    times = DraftTimes(
+    rates = DraftRates(
         latency=latency,
         context=context,
         batch=1,
@@ -39,7 +39,7 @@ def best_length(
         stop_rule=stop_rule,
         reuse_prefix=False,
     )
-    return times.best_choice([choices], [acceptance], min_gain=-1.0)
+    return rates.best_choice([choices], [acceptance], min_gain=-1.0)
 
 
 def draft_cost(latency: LatencyModel, choices: Choices, *, context: float) -> float:

@@ -542,9 +542,7 @@ class Job:
         if kinds := folder.parts.kinds:
             report.add_earlier(kinds, folder.parts.rows)
             say(f"going on with a run that has {kinds.total()} rows")
-            before, now = folder.manifest.extra.get(_FILES), self._model_files()
-            if before and now and before != now:
-                say("these rows stay, but files of the model were written since: if it is another, pass --overwrite")
+            self._compare_files(folder)
         if changes:
             done_again = f"{len(redone)} are done again" if redone else "the earlier results are kept"
             say(f"{changes}: {done_again}")
@@ -573,10 +571,10 @@ class Job:
         try:
             with under_way as completed:
                 say(f"loading model {engine.model!r}")
-                config = pool.begin()
+                seen, config = files_of(self.task.identity["engine"]), pool.begin()
                 with folder.naming_output():
                     folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
-                folder.note({"config": config, _FILES: folder.manifest.extra.get(_FILES) or self._model_files()})
+                folder.note({"config": config} | self._compare_files(folder, seen))
                 report.num_under_way = under_way.want(num_wanted * config["max_num_seqs"])
                 with showing_progress(report, error_console()) as show:
                     for row in completed:
@@ -600,11 +598,14 @@ class Job:
         finally:
             pool.kill()  # at once, so that the next job of this process can use their CPUs and GPUs
 
-    def _model_files(self) -> dict[str, Any]:
-        """Return what tells the content of the model's files, as JSON has it; empty while they are not on this
-        machine."""
-        found: dict[str, Any] = json.loads(json.dumps(files_of(self.task.identity["engine"]) or {}))
-        return found
+    def _compare_files(self, folder: RunFolder, seen: str = "") -> dict[str, Any]:
+        """Return the note of what tells the content of the model's files as the folder's first rows were made. Say if
+        they were written since, unless that was `seen` before. A model of the hub may be fetched between two calls."""
+        now = files_of(self.task.identity["engine"])
+        before = folder.manifest.extra.get(_FILES, {}).get("hash") or now
+        if now and now not in (seen, before):
+            say("these rows stay, but files of the model were written since: if it is another, pass --overwrite")
+        return {_FILES: {"hash": before}}
 
     def _within_budget(self, first: Sequence[Row], rows: Generator[Row], report: RunReport) -> Generator[Row]:
         """Yield the first rows and the others while the budgets last, with an estimate of the tokens of rows under way.

@@ -65,7 +65,7 @@ class ResultCache:
     def _place(self, input_hash: str) -> Location | None:
         if not self._key:
             engine = self._identity["engine"]
-            if (files := files_of(engine)) is None:
+            if not (files := files_of(engine)):
                 return None
             versions = [__version__, *map(metadata.version, ("torch", "transformers"))]
             machine = platform.node() if engine["dtype"] == "auto" else ""  # which then chooses it
@@ -74,12 +74,12 @@ class ResultCache:
         return self._folder.join(digest[:2], f"{digest}.json")
 
 
-def files_of(engine: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return what tells the content of the files of the model and its parts; None while the model is not on this
-    machine. engine: options of the engine."""
+def files_of(engine: Mapping[str, Any]) -> str:
+    """Return a hash that tells the content of the files of the model and its parts; empty while the model is not on
+    this machine. engine: options of the engine."""
     names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values()]
     files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
-    return files if engine["model"] in files else None
+    return _digest(json.dumps(files).encode()) if engine["model"] in files else ""
 
 
 def _row(checksum: bytes, content: bytes) -> Row:
@@ -98,7 +98,7 @@ def _state(name: str, revision: str | None) -> Any:
     if not path.exists():
         found = try_to_load_from_cache(name, "config.json", revision=revision) if name.count("/") == 1 else None
         return Path(found).parent.name if isinstance(found, str) else None
-    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     return [(str(file.relative_to(path)), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
 
 

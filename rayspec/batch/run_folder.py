@@ -327,7 +327,7 @@ def output_places(output: str, file_format: FileFormat | None) -> tuple[Location
     if not output.strip():
         raise ConfigError(f"option 'output' is {output!r}: name a file or folder; . stands for this one")
     place = Location.parse(output)
-    if output.endswith("/"):
+    if place.path.endswith("/"):
         return replace(place, path=place.path.rstrip("/") or place.path), None, file_format or "parquet"
     named: FileFormat | None = _FORMATS.get(place.suffix)
     if place.suffix in _NOT_WRITTEN and not place.is_folder:

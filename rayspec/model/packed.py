@@ -25,7 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 _METHOD = "rayspec-packed"
-_LEVELS, _ZEROS, _SCALES, _GROUPS = "qweight", "qzeros", "scales", "g_idx"
+_PARTS = _LEVELS, _ZEROS, _SCALES, _GROUPS = "qweight", "qzeros", "scales", "g_idx"
 # Where a number of AWQ has its levels 0 to 7.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _NUMBERS = re.compile(r"\d+")
@@ -65,7 +65,7 @@ class Unpacker(HfQuantizer):
 
     def __init__(self, settings: PackedConfig, **options: Any) -> None:
         super().__init__(settings, **options)
-        self.serialized_names = {"weight": [_LEVELS, _ZEROS, _SCALES, _GROUPS]}
+        self.serialized_names = {"weight": ["weight", *_PARTS]}  # some experts may be plain
 
     def is_serializable(self) -> bool:
         return True
@@ -74,11 +74,13 @@ class Unpacker(HfQuantizer):
         return {"dequantize": _Unpack}
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        return [WeightConverter(names, weight, [_Unpack(self)]) for weight, names in self.serialized_names.items()]
+        return [WeightConverter([*_PARTS], "weight", [_Unpack(self)])]
 
     def _process_model_before_weight_loading(self, model: Any, **keywords: Any) -> None:
         """Ignore biases that the model does not have, unless one is not zero. Some GPTQ checkpoints have one for each
-        layer."""
+        layer. Refuse experts that transformers would merge before they are unpacked."""
+        if any(weight.ndim > 2 for weight in model.parameters()) and not hasattr(HfQuantizer, "serialized_names"):
+            raise ImportError("GPTQ and AWQ checkpoints of models with experts need transformers 5.23 or later")
         own = {_NUMBERS.sub("", name) for name, _ in model.named_parameters()}
         files = keywords.get("checkpoint_files") or ()
         for file in [file for file in files if file.endswith(".safetensors")]:
@@ -100,7 +102,11 @@ class _Unpack(ConversionOps):
     ) -> dict[str, list[Tensor]]:
         """input_dict: the tensors of each pattern of names, several for experts. Return weights for each pattern."""
         dtype, weights = model.get_parameter(full_layer_name).dtype, {}
-        for name in [name for name in input_dict if _LEVELS in name]:
+        for name, tensors in input_dict.items():
+            if name.endswith(".weight"):
+                weights[name] = [tensor.to(dtype) for tensor in tensors]
+            if _LEVELS not in name:
+                continue
             parts = [input_dict[name.replace(_LEVELS, part)] for part in (_LEVELS, _ZEROS, _SCALES)]
             groups: Sequence[Any] = input_dict.get(name.replace(_LEVELS, _GROUPS)) or [None] * len(parts[0])
             place = full_layer_name if name == _LEVELS else name  # further operations look for experts by the pattern
@@ -115,7 +121,8 @@ class _Unpack(ConversionOps):
         if not settings.is_awq:  # [in / n, out, n]
             columns = columns.transpose(1, 2)
         columns = columns.reshape(-1, scales.shape[1])
-        zeros = (_unpacked(zeros, num_bits, settings.is_awq) + settings.zero_offset) % 2**num_bits
+        ones = sum(1 << place for place in range(0, 8 * zeros.element_size(), num_bits))
+        zeros = _unpacked(zeros + settings.zero_offset * ones, num_bits, settings.is_awq)  # a zero of 0 has borrowed
         if group_of is None:
             group_of = torch.arange(len(columns), device=levels.device) // (len(columns) // len(scales))
         chosen = group_of.long()

@@ -182,6 +182,7 @@ def _require_causal_lm(source: str, config: PretrainedConfig) -> None:
 
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OF_TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # While transformers loads a model, it ties no weights in the whole process: after two loads at a time, never again.
 _LOADS = threading.Lock()
 _UNPICKLING_ERRORS = (UnpicklingError, EOFError, IndexError, struct.error, AssertionError)  # of torch.load
@@ -293,11 +294,14 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
 
 
 def _require_shards(config: EngineConfig, error: Exception) -> None:
-    """Raise CheckpointError, in place of an error of the system, if a file that an index names is gone."""
-    for index in sorted(Path(config.model).glob("*.index.json")) if isinstance(error, OSError) else ():
-        for name in sorted(set(read_index(index)["weight_map"].values())):
-            if not (index.parent / name).exists():
-                raise _incomplete(config, name, index.name) from error
+    """Raise CheckpointError, in place of an error of the system, if a file that the index names is gone."""
+    used = (Path(config.model) / name for name in (_WEIGHTS, _INDEX, *_OF_TORCH))  # the first that exists
+    index = next((file for file in used if file.exists()), None)
+    if not isinstance(error, OSError) or index is None or index.suffix != ".json":
+        return
+    for name in sorted(set(read_index(index)["weight_map"].values())):
+        if not (index.parent / name).exists():
+            raise _incomplete(config, name, index.name) from error
 
 
 def _incomplete(config: EngineConfig, name: str, index: str) -> CheckpointError:

@@ -89,14 +89,14 @@ class Replica:
         self.coordinator = None
 
     def close(self) -> None:
-        if not ray.is_initialized():  # all have ended with Ray, which any call would start again
-            return
-        kill([*self.shards.values(), *([self.coordinator] if self.coordinator is not None else [])])
+        started = [*self.shards.values(), *([self.coordinator] if self.coordinator is not None else [])]
         self.shards.clear()
         self.coordinator = None
         for meeting in self._meetings.values():
             meeting.close()
-        self._bundles.close()
+        if ray.is_initialized():  # else all have ended with Ray, which any call would start again
+            kill(started)
+            self._bundles.close()
 
     def _start_stages(self, stages: Sequence[int]) -> None:
         """Start all shards of these stages. The first time, divide the layers between the stages by free memory, and

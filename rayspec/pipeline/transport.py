@@ -107,7 +107,7 @@ class Transport:
         self._poller.register(self._gate.socket, zmq.POLLIN)
         # It refers to the sockets until it is called: a context whose sockets are garbage too does not find them, and
         # waits for their end for ever. At the end of the program, a thread may still use them.
-        self._end = weakref.finalize(self, _end, self._context, self._inbox, self._gate, self._connections)
+        self._end = weakref.finalize(self, _destroy, self._context, self._inbox, self._gate, self._connections)
         self._end.atexit = False
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
@@ -246,7 +246,7 @@ class _Gate:
         self.socket.send_multipart([version, request, *verdict, b"", b""])
 
 
-def _end(context: zmq.Context[zmq.Socket[bytes]], *_sockets: object) -> None:
+def _destroy(context: zmq.Context[zmq.Socket[bytes]], *_sockets: object) -> None:
     context.destroy(linger=0)
 
 

@@ -48,7 +48,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftTimes:
+class DraftRates:
     """Rates of rounds with drafts of at most `max_draft_tokens` tokens, which `stop_rule` may end. With `reuse_prefix`,
     the verify runs the leading sublayers that the draft runs in full for the last drafted token only."""
 

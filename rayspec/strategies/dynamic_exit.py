@@ -22,7 +22,7 @@ from rayspec.choices import Choices, choices_of
 from rayspec.config import SpeculationOptions
 from rayspec.decode.search import Answer, Found, FoundDraft, Trial
 from rayspec.decode.strategy import BatchState
-from rayspec.planning.acceptance import DraftTimes
+from rayspec.planning.acceptance import DraftRates
 from rayspec.planning.latency import LatencyModel
 from rayspec.strategies.periodic import PeriodicStrategy
 from rayspec.types import ConfigError, PlanRecord
@@ -87,14 +87,14 @@ class DEL(PeriodicStrategy):
         assert isinstance(answer, Found)
         self._num_looks += 1
         self._exit_record.observe(answer.drafts, answer.num_tokens)
-        times = DraftTimes(
+        rates = DraftRates(
             latency=self._latency,
             context=state.context,
             batch=state.batch,
             max_draft_tokens=self._max_draft_tokens,
             reuse_prefix=self._reuse_prefix,
         )
-        best = times.best_choice(self._exits, self._exit_record.acceptance)
+        best = rates.best_choice(self._exits, self._exit_record.acceptance)
         index, length = (0, 0) if best.candidate is None else (best.candidate, best.num_draft_tokens)
         self.threshold = self._exit_record.threshold(index) if length else None
         choices, current = self._exits[index], self._plan

@@ -33,7 +33,7 @@ from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import KeepDrafting, RoundResult
 from rayspec.planning.acceptance import (
     Decision,
-    DraftTimes,
+    DraftRates,
     DraftUntilFound,
     DraftWhileWorth,
     best_lookup,
@@ -148,8 +148,8 @@ class KnapSpec:
         context = state.context // _CONTEXT_GRID * _CONTEXT_GRID
         key = (candidate.choices, context, state.batch)
         if key not in self._rates:
-            times = self._times(context, state.batch)
-            self._rates[key] = times.tokens_per_time([candidate.choices], self.acceptance_of([candidate]))[0]
+            rates = self._draft_rates(context, state.batch)
+            self._rates[key] = rates.tokens_per_time([candidate.choices], self.acceptance_of([candidate]))[0]
         return float(self._rates[key][:longest].max())
 
     def keep_drafting(self, state: BatchState, rate: float) -> DraftWhileWorth | None:
@@ -344,8 +344,8 @@ class KnapSpec:
         self._num_in_vain = 0 if self.plan.drafts else self._num_in_vain + 1
         return record
 
-    def _times(self, context: int, batch: int) -> DraftTimes:
-        return DraftTimes(
+    def _draft_rates(self, context: int, batch: int) -> DraftRates:
+        return DraftRates(
             latency=self._latency,
             context=context,
             batch=batch,
@@ -355,8 +355,8 @@ class KnapSpec:
 
     def _best_known(self, state: BatchState) -> tuple[Decision, Candidate | None]:
         patterns = [candidate.choices for candidate in self._candidates]
-        times = self._times(state.context, state.batch)
-        best = times.best_choice(patterns, self.acceptance_of(self._candidates))
+        rates = self._draft_rates(state.context, state.batch)
+        best = rates.best_choice(patterns, self.acceptance_of(self._candidates))
         return best, None if best.candidate is None else self._candidates[best.candidate]
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:

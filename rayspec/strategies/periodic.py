@@ -14,7 +14,7 @@ from rayspec.choices import Choices, num_leading_full
 from rayspec.decode.search import Answer, Question
 from rayspec.decode.strategy import Ask, BatchState, RoundPlan
 from rayspec.decode.work import RoundResult
-from rayspec.planning.acceptance import DraftTimes
+from rayspec.planning.acceptance import DraftRates
 from rayspec.planning.latency import LatencyModel
 from rayspec.planning.learning import DraftWhileSure
 from rayspec.types import Plan, PlanRecord, no_draft
@@ -113,14 +113,14 @@ class PlanStrategy:
         drafts = num_leading_full(choices) < len(choices) and num_draft_tokens > 0
         drafting = Plan(choices=choices, num_draft_tokens=num_draft_tokens, source=self.source, tree_widths=tree_widths)
         self._plan = drafting if drafts else self.no_draft(latency)
-        times = DraftTimes(
+        rates = DraftRates(
             latency=latency,
             context=state.context,
             batch=state.batch,
             max_draft_tokens=num_draft_tokens,
             reuse_prefix=reuse_prefix,
         )
-        decision = times.best_choice([self._plan.choices], [acceptance], min_gain=-1.0)
+        decision = rates.best_choice([self._plan.choices], [acceptance], min_gain=-1.0)
         expected = acceptance if drafts else 0.0
         self.record = state.record(
             self._plan, decision, reason=reason, estimated_acceptance=expected, optimise_s=optimise_s

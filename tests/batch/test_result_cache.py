@@ -87,6 +87,8 @@ def test_an_adapter_that_has_changed_has_no_results(tmp_path: Path) -> None:
     engine |= {"model": str(tmp_path / "model"), "lora_modules": {"a": str(tmp_path / "adapter")}}
     ResultCache(str(tmp_path / "cache"), {"engine": engine}).keep(Row(id="1", text="a", input_hash="0"))
     assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is not None
+    (tmp_path / "model" / "lost").symlink_to("nowhere")
+    assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is not None
     os.utime(tmp_path / "adapter" / "weights", (1, 1))
     assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is None
 

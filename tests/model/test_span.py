@@ -184,6 +184,8 @@ def test_a_file_that_the_index_names_and_is_gone_is_named(tmp_path: Path, layers
     folder, weight_map = _sharded(tmp_path)
     file = min(_files_of(weight_map, range(1, 2)))
     (folder / file).unlink()
+    unused = {"weight_map": {"a": "pytorch_model-00001-of-00001.bin"}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(unused))
     with pytest.raises(
         CheckpointError, match=f"lacks {file}, which model.safetensors.index.json names: fetch it again"
     ):
@@ -322,6 +324,17 @@ def test_spans_of_a_checkpoint_in_gptq_and_awq(family: str, options: dict[str, A
     _require_same_tensors(load_model(_config(packed)), whole)
     for layers in CUTS[3]:
         _require_same_tensors(load_model(_config(packed), layers=layers), whole)
+
+
+def test_some_experts_of_an_awq_checkpoint_may_be_plain(tmp_path: Path) -> None:
+    packed, plain = packed_checkpoints("qwen3_moe", tmp_path, layout="awq")
+    tensors, weights = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
+    of_experts = [name for name in weights if name.startswith("model.layers.0.mlp.experts.")]
+    for name in of_experts:
+        for part in ("qweight", "qzeros", "scales"):
+            del tensors[name.removesuffix("weight") + part]
+    save_file(tensors | {name: weights[name] for name in of_experts}, packed / "model.safetensors")
+    _require_same_tensors(load_model(_config(packed)), load_model(_config(plain)))
 
 
 def test_biases_of_gptq_that_the_model_does_not_have_must_be_zero(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.choices import FULL, SKIP, choices_of
-from rayspec.planning.acceptance import DraftTimes, DraftWhileWorth
+from rayspec.planning.acceptance import DraftRates, DraftWhileWorth
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.learning import (
     USUAL_CONFIDENCE,
@@ -66,8 +66,8 @@ def test_best_choice_equals_loops(seed: int, batch: int, reuse: bool, num_stages
     model = latency(rng, num_stages=num_stages)
     patterns = [(FULL,) * NUM_SUBLAYERS, *(choices_of((rng.random(NUM_SUBLAYERS) < 0.5).tolist()) for _ in range(5))]
     acceptance = [1.0, *rng.uniform(0.3, 1.0, 5)]
-    times = DraftTimes(latency=model, context=500, batch=batch, max_draft_tokens=6, reuse_prefix=reuse)
-    choice = times.best_choice(patterns, acceptance)
+    rates = DraftRates(latency=model, context=500, batch=batch, max_draft_tokens=6, reuse_prefix=reuse)
+    choice = rates.best_choice(patterns, acceptance)
     tpt, candidate, length = loop_choice(patterns, acceptance, model, 500, batch, 6, reuse)
     assert (choice.candidate, choice.num_draft_tokens) == (candidate, length)
     assert choice.tpt == pytest.approx(tpt)
@@ -92,10 +92,10 @@ def test_the_longest_draft_of_a_batch_sets_the_number_of_steps(batch: int) -> No
             drafting &= rng.random(batch) >= np.where(sound, rule.misfires, rule.detects)
     num_drafted, num_accepted = expected_draft([acceptance], length, rule)
     verify_s = [model.verify_s(rows=batch * (count + 1), context=500, batch=batch) for count in range(length + 1)]
-    times = DraftTimes(
+    rates = DraftRates(
         latency=model, context=500, batch=batch, max_draft_tokens=length, stop_rule=rule, reuse_prefix=False
     )
-    rate = times.tokens_per_time([choices], [acceptance])[0, -1]
+    rate = rates.tokens_per_time([choices], [acceptance])[0, -1]
     others_s = np.interp(num_drafted[0, -1], range(length + 1), verify_s) + model.round_s
     assert (1 + num_accepted[0, -1]) / rate - others_s == pytest.approx(seconds / 4000, rel=0.05)
     assert batch * (1 + num_accepted[0, -1]) == pytest.approx(num_tokens / 4000, rel=0.03)
@@ -106,8 +106,8 @@ def test_no_draft_where_none_pays_or_none_is_left() -> None:
     half = (FULL, SKIP) * (NUM_SUBLAYERS // 2)
     every = (FULL,) * NUM_SUBLAYERS
     for patterns, acceptance in (([], []), ([every], [1.0]), ([half, every], [0.0, 1.0])):
-        times = DraftTimes(latency=model, context=10, batch=1, max_draft_tokens=8)
-        choice = times.best_choice(patterns, acceptance)
+        rates = DraftRates(latency=model, context=10, batch=1, max_draft_tokens=8)
+        choice = rates.best_choice(patterns, acceptance)
         assert choice.candidate is None
         assert choice.num_draft_tokens == 0
         assert choice.tpt == choice.plain_tpt == pytest.approx(1 / model.decode_step_s(context=10, batch=1))

@@ -19,7 +19,7 @@ from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT
 from rayspec.ops.plan.gpus import REACHED, Gpu, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Layout, Placement, for_model, layouts, place
-from rayspec.planning.acceptance import DraftTimes
+from rayspec.planning.acceptance import DraftRates
 from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simulate
 from rayspec.types import ConfigError
@@ -194,8 +194,8 @@ def _drafting(options: PlanOptions, latency: LatencyModel, batch: int) -> Drafti
     kept = {math.floor(index * num_layers / num_kept) for index in range(num_kept)}
     choices = choices_of([layer in kept for layer in range(num_layers) for _ in range(2)])
     longest = SpeculationOptions.model_fields["max_draft_tokens"].default
-    times = DraftTimes(latency=latency, context=options.num_tokens, batch=batch, max_draft_tokens=longest)
-    best = times.best_choice([choices], [options.acceptance], min_gain=-1.0)
+    rates = DraftRates(latency=latency, context=options.num_tokens, batch=batch, max_draft_tokens=longest)
+    best = rates.best_choice([choices], [options.acceptance], min_gain=-1.0)
     return Drafting(choices=choices, num_draft_tokens=max(1, best.num_draft_tokens), acceptance=options.acceptance)
 
 
