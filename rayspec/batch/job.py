@@ -571,7 +571,7 @@ class Job:
         try:
             with under_way as completed:
                 say(f"loading model {engine.model!r}")
-                seen, config = files_of(self.task.identity["engine"]), pool.begin()
+                seen, config = files_of(self.task.settings.engine.model_dump()), pool.begin()
                 with folder.naming_output():
                     folder.location.join(CONFIG_NAME).write(yaml.safe_dump(config, sort_keys=False).encode())
                 folder.note({"config": config} | self._compare_files(folder, seen))
@@ -601,7 +601,7 @@ class Job:
     def _compare_files(self, folder: RunFolder, seen: str = "") -> dict[str, Any]:
         """Return the note of what tells the content of the model's files as the folder's first rows were made. Say if
         they were written since, unless that was `seen` before. A model of the hub may be fetched between two calls."""
-        now = files_of(self.task.identity["engine"])
+        now = files_of(self.task.settings.engine.model_dump())
         before = folder.manifest.extra.get(_FILES, {}).get("hash") or now
         if now and now not in (seen, before):
             say("these rows stay, but files of the model were written since: if it is another, pass --overwrite")
