@@ -194,7 +194,8 @@ def _watching() -> Iterator[None]:
         yield
     finally:
         stopped.set()
-        signal.signal(_LOSS_SIGNAL, before)
+        with suppress(ValueError):  # a garbage collection may end a session in another thread
+            signal.signal(_LOSS_SIGNAL, before)
         if lost.is_set():  # any other error of the block is a consequence
             raise ClusterLostError(_LOST)
 

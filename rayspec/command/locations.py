@@ -34,8 +34,6 @@ FILE_ERRORS = (OSError, pa.ArrowException, UnicodeDecodeError)
 _URI = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<authority>[^/?]*)(?P<path>.*?)(?P<query>\?\w+=[^/]*)?", re.DOTALL
 )
-
-
 _SCHEME = re.compile(r"(file|s3|gs|abfs|hdfs):", re.IGNORECASE)
 
 Kind = Literal["folder", "file"]

@@ -7,7 +7,7 @@ A weight [out, in] is (levels - zeros) * scales, with a scale [groups, out] and 
     AWQ: qweight [in, out / n], qzeros [groups, out / n], scales
 
 A number has n levels, the first in its lowest bits, but in AWQ in the order 0, 2, 4, 6, 1, 3, 5, 7. GPTQ's first format
-stores zeros less one, its second format as they are.
+stores numbers of zeros less one for each zero, its second format as they are.
 """
 
 from __future__ import annotations

@@ -140,6 +140,11 @@ def read_index(index: Path) -> dict[str, Any]:
     return dict(content)
 
 
+def missing_files(index: Path) -> list[str]:
+    """Return the names of files that an index of weights names and that are gone. Raises the errors of `read_index`."""
+    return [name for name in sorted({*read_index(index)["weight_map"].values()}) if not (index.parent / name).exists()]
+
+
 def _is_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith("/")
 

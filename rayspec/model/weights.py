@@ -44,7 +44,7 @@ from rayspec.model.gguf import find_gguf, located
 from rayspec.model.layer_bytes import decoder_layers
 from rayspec.model.load_check import enough_memory
 from rayspec.model.packed import can_unpack, for_unpacking
-from rayspec.model.sources import UNREACHED, check_source, read_index
+from rayspec.model.sources import UNREACHED, check_source, missing_files, read_index
 from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 
@@ -297,10 +297,8 @@ def _require_shards(config: EngineConfig, error: Exception) -> None:
     """Raise CheckpointError, in place of an error of the system, if a file that the index names is gone."""
     used = (Path(config.model) / name for name in (_WEIGHTS, _INDEX, *_OF_TORCH))  # the first that exists
     index = next((file for file in used if file.exists()), None)
-    if not isinstance(error, OSError) or index is None or index.suffix != ".json":
-        return
-    for name in sorted(set(read_index(index)["weight_map"].values())):
-        if not (index.parent / name).exists():
+    if isinstance(error, OSError) and index is not None and index.suffix == ".json":
+        for name in missing_files(index):
             raise _incomplete(config, name, index.name) from error
 
 

@@ -286,14 +286,13 @@ def _errors_of(file: Path) -> list[str]:
     weights. The header of safetensors gives the file's length."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415
 
-    from rayspec.model.sources import read_index  # noqa: PLC0415
+    from rayspec.model.sources import missing_files  # noqa: PLC0415
 
     try:
         if file.name == "config.json":
             json.loads(file.read_text(encoding="utf-8"))
         elif file.suffix == ".json":
-            names = sorted(set(read_index(file)["weight_map"].values()))
-            return [f"{name} is missing" for name in names if not (file.parent / name).exists()]
+            return [f"{name} is missing" for name in missing_files(file)]
         elif file.suffix == ".gguf":
             with file.open("rb") as opened:
                 return [] if opened.read(4) == b"GGUF" else [f"{file.name} is no GGUF file"]
