@@ -624,15 +624,8 @@ class EngineConfig(Options):
             )
         if self.own_bits and self.deterministic:
             raise ValueError("option 'own_bits' does not work with option 'deterministic': leave one out")
-        if self.cuda_graphs in ("auto", "off"):
-            return self
-        obstacle = "'cuda_kernels' 'off'" if self.cuda_kernels == "off" else None
-        if self.parallel is not None and self.parallel.tensor > 1:
-            obstacle = f"'tensor' {self.parallel.tensor}"
-        if obstacle is not None:
-            raise ValueError(
-                f"option 'cuda_graphs' {self.cuda_graphs!r} does not work with option {obstacle}: leave it at auto"
-            )
+        if self.cuda_graphs == "on" and self.cuda_kernels == "off":
+            raise ValueError("option 'cuda_graphs' 'on' does not work with option 'cuda_kernels' 'off': choose auto")
         return self
 
     def sized(self, gpu_bytes: int | None) -> Self:

@@ -33,7 +33,11 @@ class Launch:
     fresh: tuple[tuple[int, Tensor], ...]
 
     def run(self) -> None:
-        results = _tensors(self.operation(*self.arguments, **self.options))
+        made = self.operation(*self.arguments, **self.options)
+        for each in tree_leaves(made):
+            if hasattr(each, "wait"):  # the work of a collective
+                each.wait()
+        results = _tensors(made)
         for at, result in self.fresh:
             result.copy_(results[at])
 

@@ -49,7 +49,6 @@ def test_an_option_that_is_gone_says_what_replaced_it(group: str, old: str) -> N
         ({"offload": {}, "parallel": {"tensor": 2}}, "'offload' does not work with option 'tensor' 2.*use more stages"),
         ({"parallel": "atuo"}, "'parallel' is 'atuo': give a mapping.*only LLM.* takes 'auto'"),
         ({"cuda_graphs": "on", "cuda_kernels": "off"}, "'cuda_graphs' 'on' does not .* option 'cuda_kernels'.*auto"),
-        ({"cuda_graphs": "on", "parallel": {"tensor": 2}}, "'cuda_graphs' 'on' does not work with option 'tensor'"),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_by_name(options: dict[str, Any], message: str) -> None:

@@ -179,7 +179,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
     )  # fmt: skip
     if has_kernels(config, parts):
         runner.on_loss = partial(_note_loss, _verdict_file(config, parts))
-        if graphs is not None:
+        if graphs is not None and runner.may_retry:
             buckets = decode_and_verify_buckets(config.num_seqs, _num_draft_tokens(config))
             drafts = [*drafts_by_copies(config.speculation.draft_weights, ways_of(parts, choices)).values()]
             if counts is not None:
@@ -392,7 +392,7 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
     """Make the CUDA graphs for passes in these buffers, or None, as `config.cuda_graphs` says. Raises ConfigError if
     the requested graphs are impossible here."""
     way = config.cuda_graphs
-    is_split = config.parallel is not None and config.parallel.tensor > 1  # ranks would have to capture in step
+    is_split = config.parallel is not None and config.parallel.tensor > 1  # sums in graphs have not run on GPUs yet
     if way == "off" or (way == "auto" and (buffers is None or is_split)):
         return None
     if buffers is None:

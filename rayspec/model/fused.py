@@ -33,10 +33,13 @@ from rayspec.model.matrices import (
     Norm,
     OperatorMatrix,
     Shortlist,
+    SummedLinear,
+    SummedMatrix,
     as_operator,
     empty_linears,
     full_matrix,
     has_blocked_layout,
+    has_matrix,
     int4_matrix,
     int8_matrix,
     is_plain,
@@ -440,8 +443,8 @@ class _Fuser:
 
     def _copy(self, weights: Weights, linears: Sequence[nn.Linear], mean_squares: Tensor | None = None) -> LinearMap:
         if weights == "int8":
-            return int8_matrix(linears, use_operators=self._use_operators)
-        return int4_matrix(linears, use_operators=self._use_operators, mean_squares=mean_squares)
+            return _summed(int8_matrix(linears, use_operators=self._use_operators), linears)
+        return _summed(int4_matrix(linears, use_operators=self._use_operators, mean_squares=mean_squares), linears)
 
     def _by_own_bits(self, body: FusedLayer, copies: Mapping[Weights, Body]) -> FusedLayer:
         """Return the body with the matrices of its int4 copy for few rows, where the checkpoint has 4 bits."""
@@ -456,8 +459,7 @@ class _Fuser:
         return body
 
     def _body(self, sublayer: Sublayer, check: _Check) -> tuple[FusedLayer, Sequence[nn.Linear]]:
-        """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout. A
-        last layer that sums over ranks stays as it is."""
+        """Return a body and the linear layers whose weights it holds. Raises one of `_MISFITS` for another layout."""
         block: Any = sublayer.block
         linears, last = matrices_of(block, sublayer.kind)
         # Hooks, a quantizer or a fetch act on matrices that are not plain. A rank's share is allowed.
@@ -469,9 +471,9 @@ class _Fuser:
             pre_norm=self._norm(sublayer.pre_norm),
             first=first,
             between=self._gate(block) if sublayer.kind == "mlp" else self._attention(sublayer, first, check.kinds),
-            last=self._matrix([last]) if is_plain(last) else last,
+            last=self._matrix([last]) if has_matrix(last) else last,
         )
-        return body, [*linears, *filter(is_plain, [last])]
+        return body, [*linears, *filter(has_matrix, [last])]
 
     def _attention(
         self, sublayer: Sublayer, projections: LinearMap, kinds: Sequence[AttentionKind]
@@ -526,7 +528,7 @@ class _Fuser:
             empty_linears([linear for _, _, linear in found])
 
     def _matrix(self, linears: Sequence[nn.Linear]) -> LinearMap:
-        return full_matrix(linears, use_operators=self._use_operators)
+        return _summed(full_matrix(linears, use_operators=self._use_operators), linears)
 
     def _may_block(self, linear: nn.Linear) -> bool:
         return not self._use_operators and has_blocked_layout(linear.weight)
@@ -535,6 +537,12 @@ class _Fuser:
         if norm is None:
             return lambda hidden: hidden
         return as_operator(norm) if self._use_operators else norm
+
+
+def _summed(matrix: LinearMap, linears: Sequence[nn.Linear]) -> LinearMap:
+    """Return the matrix of these layers, with the sum over the ranks if they have one."""
+    last = linears[-1]
+    return SummedMatrix(matrix, last.total) if isinstance(last, SummedLinear) else matrix
 
 
 def _twin_of(sublayer: Sublayer) -> Sublayer:

@@ -326,8 +326,8 @@ class StepGraphs(StaticStep):
 
 
 def is_capturable(sublayer: Sublayer) -> bool:
-    """Return whether the sublayer's launches depend on the bucket only. They do not if hooks fetch weights or sum over
-    ranks, nor in a mixture of experts, where the number of rows per expert depends on the data."""
+    """Return whether the sublayer's launches depend on the bucket only. They do not if hooks fetch weights, nor in a
+    mixture of experts, where the number of rows per expert depends on the data."""
     modules = itertools.chain.from_iterable(each.modules() for each in sublayer.modules)
     return not sublayer.has_experts and not any(
         module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook") for module in modules

@@ -174,6 +174,11 @@ def is_plain_or_share(module: object) -> TypeGuard[nn.Linear]:
     return is_plain(module) or is_share
 
 
+def has_matrix(module: object) -> TypeGuard[nn.Linear]:
+    """Return whether a product with a matrix computes what the module does: it is plain, or a `SummedLinear`."""
+    return is_plain(module) or type(module) is SummedLinear
+
+
 def has_blocked_layout(weight: Tensor) -> bool:
     """Return whether oneDNN's layout is faster for this weight, on the processors where it was measured. In bfloat16
     the layout exists only on processors with AVX-512 or AVX-NE-CONVERT."""
@@ -307,6 +312,31 @@ def int4_matrix(
     made = OperatorMatrix(*arguments) if use_operators else QuantisedMatrix(*arguments, multiply)
     made.has_own_bits = has_own_bits
     return made
+
+
+class SummedLinear(nn.Linear):
+    """This rank's columns of a linear layer, whose output is the sum of all ranks' products. total: sums a tensor over
+    the ranks, in place, and returns it. bias: given on one rank only."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, total: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, device="meta")
+        self.weight, self.bias = weight, bias  # type: ignore[assignment]
+        self.total = total
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.total(super().forward(rows))
+
+
+class SummedMatrix(LinearMap):
+    """A matrix of this rank's columns, whose products are summed over the ranks. total: as of `SummedLinear`."""
+
+    def __init__(self, own: LinearMap, total: Callable[[Tensor], Tensor]) -> None:
+        nn.Module.__init__(self)
+        self.num_rows, self.num_columns, self.has_own_bits = own.num_rows, own.num_columns, own.has_own_bits
+        self._own, self._total = own, total
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self._total(self._own(rows))
 
 
 class FewRows(LinearMap):

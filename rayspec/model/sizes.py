@@ -208,15 +208,13 @@ def quantised_bytes(config: PretrainedConfig, weights: Weights, *, tensor: int =
 
 
 def copy_bytes(sublayer: Sublayer, weights: Weights, *, tensor: int = 1) -> int:
-    """Return the bytes of a sublayer's quantised copy on one of `tensor` ranks, 0 if its layout has none.
-
-    Several ranks share the rows of the first matrix. The last matrix then has no copy, because ranks sum its products.
-    """
+    """Return the bytes of a sublayer's quantised copy on one of `tensor` ranks, 0 if its layout has none. Ranks share
+    the rows of the first matrix and the columns of the last."""
     try:
         first, last = matrices_of(sublayer.block, sublayer.kind)
         sizes = [(sum(len(each.weight) for each in first) // tensor, first[0].weight.shape[1])]
-        if tensor == 1 and isinstance(last, nn.Linear):
-            sizes.append((last.out_features, last.in_features))
+        if isinstance(last, nn.Linear):
+            sizes.append((last.out_features, last.in_features // tensor))
         return sum(num_bytes(weights, rows, columns) for rows, columns in sizes)
     except (AttributeError, ValueError):
         return 0

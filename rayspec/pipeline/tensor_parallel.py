@@ -30,6 +30,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from rayspec.model.architecture import rounding_tolerance
 from rayspec.model.attention import pack
 from rayspec.model.kv_cache import KVCache, LayerShape
+from rayspec.model.matrices import SummedLinear
 from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Decomposition, Sublayer, run
 from rayspec.pipeline.collective import store_at
@@ -79,6 +80,7 @@ class RankGroup:
             MASTER_ADDR=host.strip("[]"),
             MASTER_PORT=port,
             DS_ACCELERATOR=device.type,
+            NCCL_GRAPH_REGISTER="0",  # ranks would have to capture the same graphs, and one may have less memory
         )
         if host in {"127.0.0.1", "[::1]"}:  # gloo would listen on the host name's interface
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
@@ -328,6 +330,10 @@ def _split_by_deepspeed(
             config={"dtype": dtype, "tensor_parallel": sizes},
             replace_with_kernel_inject=False,
         )
+    for layer in layers:  # which drafts may then run by quantised copies
+        for name, module in [*layer.named_modules()]:
+            if type(module).__name__ == "LinearAllreduce":
+                _set(layer, name, _summed(module, group))
 
 
 # transformers' plan
@@ -354,7 +360,7 @@ def _apply_style(
     if style in _WHOLE_STYLES:
         return
     if style == "moe_tp_experts" and isinstance(target, nn.Module):
-        target.register_forward_hook(_sum_over_ranks)
+        target.register_forward_hook(lambda _module, _inputs, output: _total(output))
     elif isinstance(target, nn.Linear) and style in _COLUMN_STYLES:
         widths: tuple[int, ...] = (target.out_features,)  # of the projections that are fused into one, in their order
         if "qkv" in name:
@@ -369,16 +375,13 @@ def _apply_style(
     elif isinstance(target, nn.Linear) and style in _ROW_STYLES:
         target.weight = _share(target.weight, 1, (target.in_features,), group)
         target.in_features = target.weight.shape[1]
-        if group.rank > 0:
-            target.bias = None  # type: ignore[assignment]  # added once
-        target.register_forward_hook(_sum_over_ranks)
+        _set(layer, name, _summed(target, group))
     elif isinstance(target, nn.Parameter) and style in _ROW_STYLES | {"packed_colwise"}:
         packed = style == "packed_colwise"
         dim = -2 if packed else -1
         width = target.shape[dim]
         share = _share(target, dim, (width // 2,) * 2 if packed else (width,), group)
-        owner, _, own_name = name.rpartition(".")
-        setattr(layer.get_submodule(owner), own_name, share)
+        _set(layer, name, share)
     else:
         raise UnsupportedModelError(f"the plan's style {style!r} for {name} is not known")
 
@@ -389,6 +392,18 @@ def _share(weight: Tensor, dim: int, widths: Sequence[int], group: RankGroup) ->
     return nn.Parameter(torch.cat(pieces, dim), requires_grad=False)
 
 
-def _sum_over_ranks(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-    distributed.all_reduce(output)
-    return output
+def _set(layer: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
+    owner, _, own_name = name.rpartition(".")
+    setattr(layer.get_submodule(owner), own_name, value)
+
+
+def _summed(share: nn.Module, group: RankGroup) -> SummedLinear:
+    """Return a layer with this rank's columns as one whose products are summed. The bias is added once."""
+    linear: Any = share
+    return SummedLinear(linear.weight, linear.bias if group.rank == 0 else None, _total)
+
+
+def _total(products: Tensor) -> Tensor:
+    """Sum over the ranks, in place."""
+    distributed.all_reduce(products)
+    return products
