@@ -53,19 +53,19 @@ def _runs(snippet: re.Match[str]) -> bool:
 
 
 def _params() -> list[Any]:
-    """README in every run; the guides with the tests that take minutes."""
+    """README's Python in every run; the rest with the tests that take minutes."""
     pages = [page for page in PAGES if any(map(_runs, _snippets(page)))]
-    return [
-        pytest.param(page, id=page.stem, marks=[] if page.name == "README.md" else pytest.mark.exhaustive)
-        for page in pages
-    ]
+    all_of = [pytest.param(page, ".*", id=page.stem, marks=pytest.mark.exhaustive) for page in pages]
+    return [pytest.param(PAGES[0], "python", id="README's Python"), *all_of]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("page", _params())
-def test_snippets_run_and_print_what_the_page_says(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snippets = [snippet for snippet in _snippets(page) if _runs(snippet)]
+@pytest.mark.parametrize(("page", "languages"), _params())
+def test_snippets_run_and_print_what_the_page_says(
+    page: Path, languages: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snippets = [each for each in _snippets(page) if _runs(each) and re.fullmatch(languages, each["language"])]
     if any((snippet["note"] or "") == "needs smollm2" for snippet in snippets):
         file = smollm2()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
