@@ -61,7 +61,7 @@ def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("family", few_of(WHOLE_FAMILIES, ("cohere2",)))
 def test_a_family_that_does_not_split_copies_and_says_so(family: str, caplog: pytest.LogCaptureFixture) -> None:
     known = cases(checkpoint(family), LENGTHS, 20)
-    prompts, expected = _repetitive(), greedy(checkpoint(family), _repetitive(), 40)
+    prompts, expected = _repetitive(), greedy(checkpoint(family), _repetitive(), 24)
     engine = load_engine(_config(family, kv_cache_tokens=200, max_num_batched_tokens=32), with_tokenizer=False)
     assert isinstance(engine.stages, WholeModelStages)
     [message] = _warnings(caplog)
@@ -72,7 +72,7 @@ def test_a_family_that_does_not_split_copies_and_says_so(family: str, caplog: py
             engine.stages.span.fewest_in_lockstep = 2
         outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
         assert tokens_of(outputs) == known.expected
-        outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=40))
+        outputs = complete(engine, prompts, SamplingParams(temperature=0, max_tokens=24))
         assert tokens_of(outputs) == expected
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
     assert not engine.stages.span.states

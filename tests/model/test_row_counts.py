@@ -1,7 +1,8 @@
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,18 @@ def test_with_the_counts_that_are_found_a_row_has_the_same_bits_in_any_company(f
         at += num_rows
 
 
+def _require_counts(changes: Callable[[Tensor, PackedRows], Any], expected: RowCounts, dtype: str = "float32") -> None:
+    """Of a model whose sublayers add what `changes` says."""
+
+    def body(hidden: Tensor, rows: Rows) -> Tensor:
+        assert isinstance(rows, PackedRows)
+        return hidden + changes(hidden, rows)
+
+    parts = parts_of(checkpoint("llama"), dtype)
+    bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
+    assert independent_row_counts(replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())) == expected
+
+
 @pytest.mark.parametrize(
     ("count", "expected"),
     few_of(
@@ -76,35 +89,16 @@ def test_with_the_counts_that_are_found_a_row_has_the_same_bits_in_any_company(f
     ),
 )
 def test_a_count_in_the_middle_that_matters_is_found(count: int, expected: RowCounts) -> None:
-    def body(hidden: Tensor, rows: Rows) -> Tensor:
-        return hidden + (hidden.shape[1] == count)
-
-    parts = parts_of(checkpoint("llama"))
-    bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
-    changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
-    assert independent_row_counts(changed) == expected
+    _require_counts(lambda hidden, _: hidden.shape[1] == count, expected)
 
 
 def test_a_count_that_matters_in_few_rows_is_found() -> None:
-    def body(hidden: Tensor, rows: Rows) -> Tensor:
-        return hidden + (hidden[..., :1] > 2 / 32) * (hidden.shape[1] == 1)
-
-    parts = parts_of(checkpoint("llama"))
-    bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
-    changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
-    assert independent_row_counts(changed) == RowCounts(2, 64)
+    _require_counts(lambda hidden, _: (hidden[..., :1] > 2 / 32) * (hidden.shape[1] == 1), RowCounts(2, 64))
 
 
 @pytest.mark.parametrize("count", few_of([2, 11, 32], [11]))
 def test_a_length_of_chains_that_matters_is_found(count: int) -> None:
-    def body(hidden: Tensor, rows: Rows) -> Tensor:
-        assert isinstance(rows, PackedRows)
-        return hidden + (rows.spans[0].num_rows == count)
-
-    parts = parts_of(checkpoint("llama"), "bfloat16")
-    bodies = tuple(replace(sublayer, body=body) for sublayer in parts.sublayers)
-    changed = replace(parts, sublayers=bodies, lm_head=torch.nn.Identity())
-    assert independent_row_counts(changed) == RowCounts(1, 64, 1)
+    _require_counts(lambda _, rows: rows.spans[0].num_rows == count, RowCounts(1, 64, 1), "bfloat16")
 
 
 @pytest.mark.skipif(cpu_class() != "AMX", reason="measured with AMX: on others, the test at load decides")

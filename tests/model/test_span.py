@@ -300,26 +300,21 @@ def test_a_checkpoint_without_safetensors_is_an_error_that_says_what_to_do(tmp_p
         load_model(_config(folder), layers=range(1))
 
 
-def test_spans_of_a_checkpoint_in_compressed_tensors(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    packed, plain = int4_checkpoints("qwen2", tmp_path)
-    whole = load_model(_config(plain))
-    _require_same_tensors(load_model(_config(packed)), whole)
-    for layers in CUTS[3]:
-        _require_same_tensors(load_model(_config(packed), layers=layers), whole)
-
-
 @pytest.mark.parametrize(
     ("family", "options"),
     [
+        ("qwen2", {}),
         ("llama", {"layout": "awq"}),
         ("qwen2", {"layout": "gptq", "in_order": False}),
         ("qwen3_moe", {"layout": "gptq", "bits": 8}),
         ("qwen3", {"layout": "gptq_v2", "bits": 2}),
     ],
 )
-def test_spans_of_a_checkpoint_in_gptq_and_awq(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    packed, plain = packed_checkpoints(family, tmp_path, **options)
+def test_spans_of_a_checkpoint_of_few_bits(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """By compressed-tensors, or by GPTQ and AWQ."""
+    if not options:
+        pytest.importorskip("compressed_tensors")
+    packed, plain = packed_checkpoints(family, tmp_path, **options) if options else int4_checkpoints(family, tmp_path)
     whole = load_model(_config(plain))
     _require_same_tensors(load_model(_config(packed)), whole)
     for layers in CUTS[3]:

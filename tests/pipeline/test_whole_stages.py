@@ -53,7 +53,7 @@ def prompts() -> list[list[int]]:
 OTHERS = (
     "gemma3n_text#shared", "gemma4", "gemma4_text#shared", "zamba2", "llama4", "gpt_oss", "cohere2", "phimoe", "bloom",
 )  # fmt: skip
-FEW = {(family, 2) for family in ("qwen3_next", "lfm2", "gemma4")}
+FEW = {(family, 2) for family in ("qwen3_next", "gemma4")}
 STAGES = [*itertools.product(every_type.RECURRENT, (2, 3, 4)), *itertools.product(OTHERS, (2, 3))]
 
 

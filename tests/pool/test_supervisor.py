@@ -100,6 +100,13 @@ class Lab:
         work = asyncio.gather(*map(supervisor.handle, rows), return_exceptions=True)
         return dict(zip(rows, await asyncio.wait_for(work, 20), strict=True))
 
+    async def whole(self, **options: Any) -> EngineSupervisor:
+        """All of whose engines are up, or lost for good."""
+        supervisor = self.supervisor(**options)
+        await supervisor.begin()
+        await until(lambda: is_whole(supervisor))
+        return supervisor
+
 
 ROWS = [f"row {number}" for number in range(12)]
 DONE = {row: f"done {row}" for row in ROWS}
@@ -273,9 +280,7 @@ class TestSeveralEngines:
                 raise ConfigError("the device is broken")
 
         async def run() -> tuple[dict[str, Outcome], int]:
-            supervisor = lab.supervisor(num_engines=2, max_items=4)
-            await supervisor.begin()
-            await until(lambda: is_whole(supervisor))
+            supervisor = await lab.whole(num_engines=2, max_items=4)
             outcomes = await lab.run(self.MANY, supervisor)
             await until(lambda: is_whole(supervisor))
             return outcomes, (await supervisor.stats()).num_lost_replicas
@@ -308,21 +313,27 @@ class TestSeveralEngines:
         assert 30.0 in lab.slept_s
         assert len(lab.engines) == 3
 
-    def test_without_a_place_an_engine_is_tried_again_if_others_still_load(self) -> None:
+    @pytest.mark.parametrize(
+        ("error", "num_engines"),
+        [(NoPlaceError("no place"), 2), (ShardEndedError("killed"), 1), (ShardEndedError("killed"), 2)],
+    )
+    def test_an_engine_without_a_place_or_shard_in_the_first_start_is_started_again(
+        self, error: Exception, num_engines: int
+    ) -> None:
+        """Without a place, if others still load."""
+
         async def loading(number: int) -> None:
             if number == 1:
-                raise NoPlaceError("no place")
-            await until(lambda: 30.0 in lab.slept_s)
+                raise error
+            if isinstance(error, NoPlaceError):
+                await until(lambda: 30.0 in lab.slept_s)
 
         async def run() -> dict[str, Outcome]:
-            supervisor = lab.supervisor(num_engines=2)
-            await supervisor.begin()
-            await until(lambda: is_whole(supervisor))
-            return await lab.run(self.MANY, supervisor)
+            return await lab.run(self.MANY, await lab.whole(num_engines=num_engines))
 
         lab = Lab(loading=loading)
         assert asyncio.run(run()) == self.ALL_DONE
-        assert len(lab.engines) == 3
+        assert len(lab.engines) == num_engines + 1
 
     @pytest.mark.parametrize("error", [NoPlaceError("no place"), CheckpointError("no/such-model")])
     def test_if_no_engine_loads_that_is_the_error(self, error: Exception) -> None:
@@ -344,38 +355,17 @@ class TestSeveralEngines:
                 raise PlacementError("the shards were not ready in time")
 
         async def run() -> int:
-            supervisor = lab.supervisor(num_engines=2, max_restarts=3)
-            await supervisor.begin()
-            await until(lambda: is_whole(supervisor))
-            return (await supervisor.stats()).num_lost_replicas
+            return (await (await lab.whole(num_engines=2, max_restarts=3)).stats()).num_lost_replicas
 
         lab = Lab(loading=loading)
         assert asyncio.run(run()) == 1
         assert 30.0 not in lab.slept_s
         assert len(lab.engines) <= 1 + 1 + 3
 
-    @pytest.mark.parametrize("num_engines", [1, 2])
-    def test_an_engine_whose_shard_ends_during_the_first_start_is_started_again(self, num_engines: int) -> None:
-        async def loading(number: int) -> None:
-            if number == 1:
-                raise ShardEndedError("killed")
-
-        async def run() -> dict[str, Outcome]:
-            supervisor = lab.supervisor(num_engines=num_engines)
-            await supervisor.begin()
-            await until(lambda: is_whole(supervisor))
-            return await lab.run(self.MANY, supervisor)
-
-        lab = Lab(loading=loading)
-        assert asyncio.run(run()) == self.ALL_DONE
-        assert len(lab.engines) == num_engines + 1
-
     @pytest.mark.parametrize("how", ["frozen", "ended"])
     def test_an_engine_that_is_silent_or_ends_without_items_is_replaced_at_once(self, how: str) -> None:
         async def run() -> dict[str, Outcome]:
-            supervisor = lab.supervisor(num_engines=2, silence_s=0.02)
-            await supervisor.begin()
-            await until(lambda: is_whole(supervisor))
+            supervisor = await lab.whole(num_engines=2, silence_s=0.02)
             if how == "frozen":
                 lab.frozen.append(lab.engines[1])
             lab.engines[1].has_ended = how == "ended"

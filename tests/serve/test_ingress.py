@@ -277,28 +277,21 @@ def test_who_hangs_up_before_the_answer_begins_frees_the_place(path: str) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_takes_too_long_is_given_up(stream: bool) -> None:
-    model = Model(hangs=True)
-    ingress = ingress_of(model, request_timeout_s=0.3)
-    ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}
-    with served(build_app(ingress)) as (_, port):
-        url, headers = f"http://localhost:{port}/v1/completions", {"authorization": "Bearer a"}
-        answer = httpx2.post(url, json=BODY | {"stream": stream}, headers=headers)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-    assert model.cancelled.acquire(timeout=5)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_time_of_an_answer_includes_the_wait_for_a_place(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
-    monkeypatch.setattr(LLMConfig, "num_ongoing", lambda *_: 0)
-    model = Model()
+@pytest.mark.parametrize("has_place", [True, False])
+def test_an_answer_that_takes_too_long_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, has_place: bool, stream: bool
+) -> None:
+    """The wait for a place included."""
+    if not has_place:
+        monkeypatch.setattr(LLMConfig, "num_ongoing", lambda *_: 0)
+    model = Model(hangs=has_place)
     ingress = ingress_of(model, request_timeout_s=0.3)
     ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}
     with served(build_app(ingress)) as (_, port):
         url, headers = f"http://localhost:{port}/v1/completions", {"authorization": "Bearer a"}
         answer = httpx2.post(url, json=BODY | {"stream": stream}, headers=headers, timeout=10)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "timeout")
-    assert not model.begun.acquire(blocking=False)
+    assert model.cancelled.acquire(timeout=5) if has_place else not model.begun.acquire(blocking=False)
     assert ingress.entry.num_under_way == 0
 
 
