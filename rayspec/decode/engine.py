@@ -248,7 +248,7 @@ class Engine:
         if late and not (step.chunks or step.decode or self._under_way):
             late[0].wait(_MASKS_S)
         for sequence in step.preempted:
-            self._forget_state(sequence)
+            self._begin_again(sequence)
         for sequence in step.admitted:
             sequence.begin_lookup()
             self.stats.num_cached_tokens += sequence.num_computed
@@ -316,7 +316,7 @@ class Engine:
         for sequence in members if self.stages.keeps_state else ():
             if not sequence.finished:
                 self._scheduler.put_back(sequence)
-                self._forget_state(sequence)
+                self._begin_again(sequence)
 
     def _commit_round(self, planned: PlannedRound, result: RoundResult) -> None:
         num_tokens, stats = 0, self.stats
@@ -392,10 +392,13 @@ class Engine:
             )
         )
 
-    def _forget_state(self, sequence: SequenceState) -> None:
-        """Forget what is held of a sequence that begins again at position 0."""
+    def _begin_again(self, sequence: SequenceState) -> None:
+        """Open a sequence that begins again at position 0, by a new id, because messages to stages may overtake one
+        another."""
         self._planner.forget(sequence)
-        self.stages.drop_state(sequence.sequence_id)
+        self.stages.close(sequence.sequence_id)
+        sequence.sequence_id += "+"
+        self._open(sequence)
 
     def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
         if not sequence.finished:

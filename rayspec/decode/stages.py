@@ -337,9 +337,6 @@ class Stages(ABC):
     def close(self, sequence_id: str) -> None:
         """Close a sequence. Only allowed while none of its work is under way."""
 
-    def drop_state(self, sequence_id: str) -> None:  # noqa: B027 - most stages have no such memory
-        """Free the memory of a sequence that begins again, if it has some apart from its pages."""
-
     @abstractmethod
     def move(self, moves: Sequence[Move]) -> None:
         """Copy keys and values in the KV cache, before any work that is started later. No destination occurs twice."""

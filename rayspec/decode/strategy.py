@@ -22,7 +22,8 @@ class BatchState:
     """The batch of a round. context: mean number of tokens that a sequence holds. batch: number of sequences.
     elapsed_s: engine time with this strategy so far; searched_s: the part of it that searches took.
     num_outstanding_tokens: expected number of tokens still to generate for running and waiting requests, except
-    those that want no drafts. sequence_ids: the sequences of the batch, with the same exception; an id is constant.
+    those that want no drafts. sequence_ids: the sequences of the batch, with the same exception; an id is constant
+    until a preemption.
     proposals: function that looks up tokens for each sequence. by_class: function to the acceptance of looked-up
     tokens by their class. is_observed: False for a round that `Strategy.observe` will not be called for; so nothing
     should be tried in it."""

@@ -210,9 +210,6 @@ class WholeModelStages(Stages):
         self._head.close(sequence_id)
         self.span.close(sequence_id)
 
-    def drop_state(self, sequence_id: str) -> None:
-        self.span.states.pop(sequence_id, None)
-
     def move(self, moves: Sequence[Move]) -> None:
         self.span.move(moves)
 

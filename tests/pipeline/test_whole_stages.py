@@ -66,6 +66,14 @@ def test_copies_in_stages_equal_generate(
     options: dict[str, Any] = {"kv_cache_tokens": 160, "max_num_batched_tokens": 40, "max_num_seqs": 4}
     with loop_engine(path, num_stages, seed=num_stages, splits=False, **options) as run:
         plant_copies(run.engine, expected, num_stages)
+        advance, held = run.engine.advance, list[int]()
+
+        def advance_and_count() -> Any:
+            most = max(len(shard.span.states) for shard in run.replica.parts.values())
+            held.append(most - run.engine.load.num_running)
+            return advance()
+
+        run.engine.advance = advance_and_count  # type: ignore[method-assign]
         for fewest in (None, 2):
             for shard in run.replica.parts.values():
                 shard.span.fewest_in_lockstep = fewest
@@ -73,6 +81,7 @@ def test_copies_in_stages_equal_generate(
         run.require_clean()
         assert 0 < run.engine.stats.num_accepted_tokens < run.engine.stats.num_draft_tokens
         assert run.engine.stats.num_preemptions > 0
+        assert max(held) <= 1, "a sequence that waits keeps no cache after the next message"
         run.loop.chaos = Chaos(run, num_stages, [stage_name(stage) for stage in range(num_stages)], most=1, every=40)
         assert tokens_of(complete(run.engine, prompts(), GREEDY)) == expected
         assert run.replica.num_replaced > 0
