@@ -78,13 +78,12 @@ def step_ledger(shape: ModelShape, batch: int, *, num_ranks: int = 1) -> StepLed
 
 
 def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
-    """Return the shape of the part of the model that one rank has."""
+    """Return the shape of the part of the model that the first rank has. The head is not divided."""
     return replace(
         shape,
         num_heads=shape.num_heads // num_ranks,
         num_kv_heads=shape.num_kv_heads // num_ranks,
         mlp_size=shape.mlp_size // num_ranks,
-        vocab_size=shape.vocab_size // num_ranks,
     )
 
 
