@@ -37,33 +37,14 @@ hypothesis.settings.load_profile("few")
 _OTHER_PROCESSES = tuple(
     f"tests/{name}.py"
     for name in (
-        "batch/test_drain",
-        "batch/test_job",
-        "batch/test_processor",
-        "batch/test_ray_backend",
-        "batch/test_tables",
-        "benchmarks/test_on_ray",
-        "jobs/test_openai_batch",
-        "jobs/test_summarize",
-        "ops/plan/test_auto",
-        "pipeline/test_placement",
-        "pipeline/test_ray_stages",
-        "pool/test_replicas",
-        "pool/test_worker",
-        "serve/test_model_server",
-        "serve/test_metrics",
-        "serve/test_endpoint",
-        "serve/test_clients",
-        "serve/test_tools",
-        "serve/test_web",
-        "serve/test_batches",
-        "serve/test_attacks",
-        "serve/test_failures",
-        "serve/test_fuzz",
-        "jobs/test_jobs_api",
-        "test_ray_session",
+        "batch/test_drain", "batch/test_job", "batch/test_processor", "batch/test_ray_backend", "batch/test_tables",
+        "benchmarks/test_on_ray", "jobs/test_openai_batch", "jobs/test_summarize", "ops/plan/test_auto",
+        "pipeline/test_placement", "pipeline/test_ray_stages", "pool/test_replicas", "pool/test_worker",
+        "serve/test_model_server", "serve/test_metrics", "serve/test_endpoint", "serve/test_clients",
+        "serve/test_tools", "serve/test_web", "serve/test_batches", "serve/test_attacks", "serve/test_failures",
+        "serve/test_fuzz", "jobs/test_jobs_api", "test_ray_session",
     )
-)
+)  # fmt: skip
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -104,15 +104,8 @@ def run_rounds(strategy: Strategy, ask: Ask, count: int, *, batch: int = 1) -> S
 def saved_plan(domain: str = "", skip: Sequence[int] = (4, 5), *, num_sublayers: int = 8, **changes: Any) -> SavedPlan:
     """A plan as it could have been saved, of a model of so many sublayers."""
     values: dict[str, Any] = {
-        "num_draft_tokens": 5,
-        "threshold": 0.7,
-        "acceptance": 0.75,
-        "num_tested_tokens": 60,
-        "tokens_per_s": 30.0,
-        "plain_tokens_per_s": 20.0,
-        "context": 300,
-        "batch": 2,
-        "provenance": {"method": "by hand"},
-    }
+        "num_draft_tokens": 5, "threshold": 0.7, "acceptance": 0.75, "num_tested_tokens": 60, "tokens_per_s": 30.0,
+        "plain_tokens_per_s": 20.0, "context": 300, "batch": 2, "provenance": {"method": "by hand"},
+    }  # fmt: skip
     values["choices"] = choices_of([index not in skip for index in range(num_sublayers)])
     return SavedPlan(domain=domain, **(values | changes))

@@ -23,7 +23,7 @@ from rayspec.ray_session import _own_groups, _signals_wait, _start, ray_session
 from rayspec.serve.app import with_sizes
 from rayspec.serve.options import ServeOptions
 from tests.exhaustive import few_of
-from tests.waiting import wait_until
+from tests.jobs.job_process import processes_of, wait_until_gone
 
 LOSING = """
     import signal
@@ -63,24 +63,6 @@ def start(script: str, folder: Path) -> subprocess.Popen[str]:
     )
 
 
-def processes_below(folder: Path) -> list[str]:
-    """Commands of the processes that have the folder in their command line or environment."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            shown = (place / "cmdline").read_bytes() + (place / "environ").read_bytes()
-            command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(folder).encode() in shown:
-            found.append(command)
-    return found
-
-
-def require_none_below(folder: Path) -> None:
-    wait_until(lambda: not processes_below(folder))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.ray
 def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Path, ray_environment: None) -> None:
@@ -90,7 +72,7 @@ def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Pa
     output, _ = process.communicate(timeout=55)  # Ray itself ends the process after 60 s
     assert process.returncode == 1, output
     assert output.splitlines()[-1].startswith("lost: Ray's control process (gcs_server) has ended"), output
-    require_none_below(folder)
+    wait_until_gone(folder, 60)
 
 
 def test_the_last_of_the_sessions_that_share_a_ray_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,13 +110,13 @@ def test_a_signal_while_ray_starts_ends_it_cleanly(
     folder = ray_folder / number.name
     folder.mkdir()
     process = start(STARTING, folder)
-    while not any("gcs_server" in command for command in processes_below(folder)):
+    while not any("gcs_server" in command for command in processes_of(folder)):
         assert process.poll() is None
         time.sleep(0.02)
     process.send_signal(number)
     output, _ = process.communicate(timeout=60)
     assert (process.returncode, output) == (128 + number, "begin\n")
-    require_none_below(folder)
+    wait_until_gone(folder, 60)
 
 
 @pytest.mark.ray
@@ -208,7 +190,7 @@ def test_a_ray_that_cannot_start_is_an_error_and_leaves_no_processes(tmp_path: P
     found = errors_of_a_session(RAY_TMPDIR=str(folder))
     assert "ClusterStartError: Ray could not start on this machine (" in found
     assert str(folder) in found
-    require_none_below(folder)
+    wait_until_gone(folder, 60)
 
 
 @pytest.mark.parametrize(("name", "seqs", "tokens"), [("H100", 256, 8192), ("L4", 64, 4096)])

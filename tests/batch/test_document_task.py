@@ -24,19 +24,11 @@ def task(*, sampling: dict[str, Any] | None = None, **options: Any) -> DocumentT
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_model_len": 128},
-        {"dtype": "float32"},
-        {"model": "another"},
-        {"verification": "rejection"},
-        {"template": "Say: {text}"},
-        {"chat": False},
-        {"system": "Be kind."},
-        {"prompt_template": "{{ text }}"},
-        {"long": LongDocumentOptions(long="refine")},
-        {"sampling": {"seed": 5}},
-        {"sampling": {"max_tokens": 3}},
+        {"max_model_len": 128}, {"dtype": "float32"}, {"model": "another"}, {"verification": "rejection"},
+        {"template": "Say: {text}"}, {"chat": False}, {"system": "Be kind."}, {"prompt_template": "{{ text }}"},
+        {"long": LongDocumentOptions(long="refine")}, {"sampling": {"seed": 5}}, {"sampling": {"max_tokens": 3}},
     ],
-)
+)  # fmt: skip
 def test_what_decides_the_texts_is_in_the_identity(options: dict[str, Any]) -> None:
     assert task().identity != task(**options).identity
 

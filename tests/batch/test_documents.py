@@ -181,13 +181,8 @@ def test_a_row_has_the_same_id_however_its_file_is_named(tmp_path: Path, monkeyp
     names = ["docs", "./docs/", str(folder), "link", f"file://{folder}", "docs/sub/.."]
     assert {tuple(d.id for d in read(name)) for name in names} == {("a.jsonl:1", "sub/b.txt")}
     files = [
-        "docs/a.jsonl",
-        "./docs/a.jsonl",
-        str(folder / "a.jsonl"),
-        "link/a.jsonl",
-        "docs/*.jsonl",
-        "docs/[a].jsonl",
-    ]
+        "docs/a.jsonl", "./docs/a.jsonl", str(folder / "a.jsonl"), "link/a.jsonl", "docs/*.jsonl", "docs/[a].jsonl",
+    ]  # fmt: skip
     assert {tuple(d.id for d in read(name)) for name in files} == {("a.jsonl:1",)}
     monkeypatch.chdir(folder / "sub")
     assert [d.id for d in read("b.txt", "../a.jsonl")] == ["sub/b.txt", "a.jsonl:1"]

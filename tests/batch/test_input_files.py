@@ -28,15 +28,10 @@ def found(*inputs: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("A.JSONL", (".jsonl", False)),
-        ("a.b.parquet", (".parquet", False)),
-        ("a.TXT.GZ", (".txt", True)),
-        ("a.parquet.gz", None),
-        ("a.gz", None),
-        (".txt", None),
-        ("a.jsonl.part", None),
+        ("A.JSONL", (".jsonl", False)), ("a.b.parquet", (".parquet", False)), ("a.TXT.GZ", (".txt", True)),
+        ("a.parquet.gz", None), ("a.gz", None), (".txt", None), ("a.jsonl.part", None),
     ],
-)
+)  # fmt: skip
 def test_the_end_of_a_name_tells_the_type(name: str, expected: tuple[str, bool] | None) -> None:
     assert file_type(name) == expected
 

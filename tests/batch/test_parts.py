@@ -145,17 +145,12 @@ def test_the_newest_texts_come_last_and_are_bounded(tmp_path: Path) -> None:
 SCHEMA = {
     "$defs": {"Kind": {"enum": ["a", "b"]}, "Node": {"properties": {"next": {"$ref": "#/$defs/Node"}}}},
     "properties": {
-        "name": {"type": "string"},
-        "age": {"type": ["integer", "null"]},
-        "height": {"anyOf": [{"type": "number"}, {"type": "null"}]},
-        "is_new": {"type": "boolean"},
-        "kind": {"$ref": "#/$defs/Kind"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-        "node": {"$ref": "#/$defs/Node"},
-        "either": {"type": ["string", "integer"]},
-        "id": {"type": "integer"},
+        "name": {"type": "string"}, "age": {"type": ["integer", "null"]},
+        "height": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "is_new": {"type": "boolean"},
+        "kind": {"$ref": "#/$defs/Kind"}, "tags": {"type": "array", "items": {"type": "string"}},
+        "node": {"$ref": "#/$defs/Node"}, "either": {"type": ["string", "integer"]}, "id": {"type": "integer"},
     },
-}
+}  # fmt: skip
 
 
 def test_properties_of_the_schema_are_typed_columns_also_where_all_are_null(tmp_path: Path) -> None:

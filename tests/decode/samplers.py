@@ -21,16 +21,10 @@ def gumbel_of(
 
 def sequence_of(prompt: Sequence[int], max_tokens: int = 100, **options: Any) -> SequenceState:
     values = {
-        "sequence_id": "a",
-        "index": 0,
-        "params": DecodingParams(max_tokens=max_tokens),
-        "seed": 0,
-        "token_ids": list(prompt),
-        "num_prompt_tokens": len(prompt),
-        "max_total_tokens": len(prompt) + max_tokens,
-        "eos_token_ids": (),
-        "detokenizer": None,
-    }
+        "sequence_id": "a", "index": 0, "params": DecodingParams(max_tokens=max_tokens), "seed": 0,
+        "token_ids": list(prompt), "num_prompt_tokens": len(prompt), "max_total_tokens": len(prompt) + max_tokens,
+        "eos_token_ids": (), "detokenizer": None,
+    }  # fmt: skip
     return SequenceState(**(values | options))
 
 

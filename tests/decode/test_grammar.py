@@ -28,7 +28,7 @@ from rayspec.decode.rounds import before_late, verify_coupled
 from rayspec.decode.sampling import Rows
 from rayspec.decode.work import DecodingParams
 from rayspec.errors import ConfigError, GrammarError
-from rayspec.forms.grammar import _MAX_KEPT, Constraint, Grammars
+from rayspec.forms.grammar import Constraint, Grammars
 from rayspec.model.sublayers import Decomposition
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import Request, RequestOutput
@@ -502,15 +502,16 @@ def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     wait_until(lambda: sum(one() is not None for one in gone) <= 1)
 
 
-def test_few_compiled_forms_are_kept() -> None:
+def test_few_compiled_forms_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.forms.grammar._MAX_KEPT", most := 5)
     grammars = _grammars()
     first = grammars.compiled(StructuredOutputsParams(regex="first"))
-    for number in range(_MAX_KEPT):
+    for number in range(most):
         grammars.compiled(StructuredOutputsParams(regex=f"a{number}")).result()
     assert grammars.compiled(StructuredOutputsParams(regex="first")) is first, "somebody has it still"
     gone = weakref.ref(first)
     del first
-    for number in range(_MAX_KEPT):
+    for number in range(most):
         grammars.compiled(StructuredOutputsParams(regex=f"a{number}")).result()
     wait_until(lambda: gone() is None)
 

@@ -104,7 +104,6 @@ SCENARIOS = few_of(
         # `test_static_step.py` has the passes in static buffers, and graphs of them.
         ("llama", "plans", "one by one"),
         *product(["llama"], ["plans"], set(WAYS) - {"static", "one by one"}),
-        *product(["gemma2"], ["plans"], ["rejection", "preempted", "trees"]),
         *product(["qwen3_moe"], ["plans"], ["preempted", "deterministic", "trees, rejection"]),
         *product(["gemma2"], ["choices"], WAYS),
         *product(["llama"], ["lookups"], ["rejection", "preempted", "deterministic"]),

@@ -40,15 +40,15 @@ def num_committed(folder: Path) -> int:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of what still runs with files in `folder`."""
+    """Command lines of what still runs with the folder in its command line or environment."""
     lines = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            line, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
         except OSError:
             continue
-        if str(folder) in line:
-            lines.append(line)
+        if str(folder).encode() in line + environment:
+            lines.append(line.replace(b"\0", b" ").decode(errors="replace"))
     return lines
 
 

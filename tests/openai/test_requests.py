@@ -91,15 +91,9 @@ def test_what_is_left_out_or_null_has_the_default() -> None:
 def test_fields_that_change_no_text_are_taken() -> None:
     ignored = {"user": "u", "metadata": {"a": "b"}, "store": True, "safety_identifier": "s"}
     asks_for_nothing = {
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "modalities": ["text"],
-        "parallel_tool_calls": False,
-        "prediction": None,
-        "service_tier": "auto",
-        "stream": False,
-    }
+        "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"],
+        "parallel_tool_calls": False, "prediction": None, "service_tier": "auto", "stream": False,
+    }  # fmt: skip
     assert params_of(CHAT | ignored | asks_for_nothing) == params_of(CHAT)
     assert params_of(TEXT | ignored | {"best_of": 1, "suffix": "", "echo": False}) == params_of(TEXT)
 

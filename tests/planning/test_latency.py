@@ -234,16 +234,10 @@ def test_save_and_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("rows", []),
-        ("rows", [1, 2]),
-        ("rows", [0, 2, 64]),
-        ("rows", [1, 64, 2]),
-        ("base_s", [1.0]),
-        ("base_s", [-1.0, 1.0, 1.0]),
-        ("kv_s", 1e300),
-        ("masked_s", -1e-9),
+        ("rows", []), ("rows", [1, 2]), ("rows", [0, 2, 64]), ("rows", [1, 64, 2]), ("base_s", [1.0]),
+        ("base_s", [-1.0, 1.0, 1.0]), ("kv_s", 1e300), ("masked_s", -1e-9),
     ],
-)
+)  # fmt: skip
 def test_a_saved_profile_with_numbers_that_no_measurement_gives_is_stale(name: str, value: Any, tmp_path: Path) -> None:
     curve = {"rows": [1, 2, 64], "base_s": [1.0, 1.0, 2.0]}
     model = {

@@ -175,15 +175,8 @@ def test_printed_flags_make_that_layout(gpus: str, more: tuple[Any, ...], run: A
     assert [stage["weight_bytes"] for stage in stages] == layout["weight_bytes"]
 
     words = (
-        "--model",
-        "a/b",
-        "--sizes-from",
-        "small",
-        "--output",
-        "o",
-        *shlex.split(pasted["rayspec k8s render"]),
-        "in",
-    )
+        "--model", "a/b", "--sizes-from", "small", "--output", "o", *shlex.split(pasted["rayspec k8s render"]), "in",
+    )  # fmt: skip
     manifest = run("k8s", "render", *words)
     assert manifest.exit_code == 0, manifest.output
     entrypoint = list(yaml.safe_load_all(manifest.stdout))[-1]["spec"]["entrypoint"]
