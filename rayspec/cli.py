@@ -112,7 +112,8 @@ class _Commands(TyperGroup):
                 error.show()
                 sys.exit(EXIT_USAGE)
             place = "rayspec" if error.ctx is None else error.ctx.command_path
-            fail(f"{message[0].lower()}{plainly(message[1:]).rstrip('.?')}; help: {place} -h", EXIT_USAGE)
+            message = plainly(message[:1].lower() + message[1:]).replace(". Did you mean", "; did you mean")
+            fail(f"{message.removesuffix('.')}; help: {place} -h", EXIT_USAGE)
         sys.exit(result if isinstance(result, int) else 0)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -90,7 +90,7 @@ _FIXED = "is gone: its default is what everybody used; leave it out"
 _PUBLISHED = "is gone: its numbers are the published ones; leave it out"
 _THRESHOLD = "'threshold' and 'exit_threshold' are now 'speculation.draft_threshold'"
 _SEARCH = "'interval' is now 'speculation.search_interval', 'num_tap_tokens' is now 'speculation.num_search_tokens'"
-# Options that are gone, by the class that had them, and what replaced each.
+# Options that are gone or belong to Ray Data LLM, by the class that would have them, and what to do instead.
 REPLACED: Mapping[str, Mapping[str, str]] = {
     "SpeculationOptions": {
         "knapsack": f"is gone: {_SEARCH}; leave out the others, which are fixed",
@@ -113,6 +113,27 @@ REPLACED: Mapping[str, Mapping[str, str]] = {
         "plans_by": "is gone: plans are tuned by trials; leave it out",
         **dict.fromkeys(("seed", "num_anchors"), _FIXED),
     },
+    "ProcessorConfig": {
+        **dict.fromkeys(
+            (
+                *("apply_chat_template", "tokenize", "detokenize"),
+                *("chat_template_stage", "tokenize_stage", "detokenize_stage"),
+            ),
+            "is not needed: the columns of a row say what it needs; leave it out",
+        ),
+        **dict.fromkeys(
+            ("has_image", "prepare_multimodal_stage", "task_type"), "is refused: models complete texts; leave it out"
+        ),
+        **dict.fromkeys(
+            ("max_pending_requests", "max_tasks_in_flight_per_actor"), "is refused: give 'max_concurrent_batches'"
+        ),
+        "accelerator_type": "is refused: give engine_kwargs={'parallel': {'labels': "
+        "{'ray.io/accelerator-type': 'H100'}}}",
+        "placement_group_config": "is refused: give engine_kwargs={'parallel': {'stages': 2, 'placement': 'SPREAD'}}",
+        "dynamic_lora_loading_path": "is refused: give engine_kwargs={'lora_modules': {'NAME': 'FOLDER'}}",
+        "runtime_env": "is refused: give it to ray.init() instead",
+        "log_engine_metrics": "is not needed: each row has its metrics; leave it out",
+    },
 }
 
 
@@ -128,7 +149,7 @@ def _explain(options: type[Options], error: Mapping[str, Any]) -> str:
         near = difflib.get_close_matches(name, [*valid, *of_vllm], n=1)
         return f"unknown option {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"valid: {', '.join(valid)}")
     if error["type"] == "missing":
-        remedy = "a folder, a name on the hub such as org/name, a GGUF file, or 'demo'"
+        remedy = "a folder, a hub id such as Qwen/Qwen3-8B, a GGUF file, or 'demo'"
         if name != "model":
             field = options.model_fields.get(name)
             remedy = (field and field.description) or "a value"
@@ -219,7 +240,7 @@ class SamplingParams(Options):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted for tokens that the output has")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted as often as the output has a token")
     repetition_penalty: float | None = Field(None, gt=0.0, description=f"divides the logits of known tokens; {_UNSET}1")
-    temperature: float | None = Field(None, ge=0.0, description=f"0: greedy; {_UNSET}1")
+    temperature: float | None = Field(None, ge=0.0, description=f"of sampling; 0: greedy; {_UNSET}1")
     top_p: float | None = Field(
         None, gt=0.0, le=1.0, description=f"sample from the likeliest tokens of this total; {_UNSET}1"
     )
@@ -362,7 +383,7 @@ class SpeculationOptions(Options):
     search_interval: int | None = Field(
         None,
         ge=1,
-        description="clasp, del, asd: tokens of one sequence between two searches; unset: 128, 1 (every round), 64",
+        description="clasp, del, asd: tokens of one sequence between two searches; unset: clasp 128, del 1, asd 64",
     )
     exit_layer: int | None = Field(
         None, ge=1, description="layerskip only: layers that the draft runs; unset: a quarter of them"
@@ -470,7 +491,7 @@ class ParallelOptions(Options):
     topology: dict[str, Placement] | None = None
     cpus_per_shard: float = Field(1.0, ge=0.0, description="Ray CPUs reserved for a shard, and its torch threads")
     gpus_per_shard: float | None = Field(
-        None, ge=0.0, description="GPUs of a shard; unset: one on CUDA; below 1: shared"
+        None, ge=0.0, description="GPUs of a shard; below 1: shared; unset: one on CUDA"
     )
     data_plane: DataPlane = Field(
         "auto", description="hidden states in encrypted frames, or by NCCL (gloo on CPU); auto: NCCL between GPUs"
@@ -522,8 +543,8 @@ class EngineConfig(Options):
     """Options of one engine: its model, device, capacity and speculation. Names of vLLM's are taken too, see
     `vllm_names`."""
 
-    model: str = Field(description="folder, GGUF file, name on the hub such as org/name, smollm2 or demo")
-    tokenizer: str | None = Field(None, description="folder or name on the hub; unset: the model's own")
+    model: str = Field(description="folder, GGUF file, Hugging Face hub id such as Qwen/Qwen3-8B, smollm2 or demo")
+    tokenizer: str | None = Field(None, description="folder or hub id; unset: the model's own")
     revision: str | None = Field(None, description="branch, tag or commit on the hub; unset: the default branch")
     trust_remote_code: bool = Field(False, description="run the Python code that comes with the checkpoint")
     dtype: Annotated[DType, BeforeValidator(_spelled)] = Field("auto", description="data type of the weights")
@@ -546,7 +567,9 @@ class EngineConfig(Options):
         None,
         description="format of reasoning in chat, which then is apart from the content; unset: only that of gpt-oss",
     )
-    max_model_len: int | None = Field(None, ge=2, description="prompt and output tokens; unset: the model's own")
+    max_model_len: int | None = Field(
+        None, ge=2, description="most tokens of prompt and output; unset: the model's own"
+    )
     max_num_seqs: int | None = Field(
         None,
         ge=1,
@@ -573,7 +596,7 @@ class EngineConfig(Options):
         None,
         gt=0,
         le=1,
-        description="share of a GPU's memory for model and KV cache; kv_cache_share and kv_cache_tokens win over it",
+        description="share of a GPU's memory for model and KV cache; kv_cache_share and kv_cache_tokens override it",
     )
     enable_prefix_caching: bool = Field(True, description="sequences that begin alike share keys and values")
     deterministic: bool = Field(False, description="fixed kernel shapes: same tokens in bf16 whatever the batch")

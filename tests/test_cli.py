@@ -107,7 +107,7 @@ def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Any, tmp_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "out.jsonl"], "error: option 'model' is missing: give it a folder, a name on the hub"),
+        (["-o", "out.jsonl"], "error: option 'model' is missing: give it a folder, a hub id"),
         (["-o", "out.jsonl", *PLAIN, "--truncate"], "error: option '--truncate' is now '--long truncate'; help: "),
         (["-o", "/proc/out.jsonl", *PLAIN], "error: option 'output' is '/proc/out.jsonl.run', which cannot be used"),
         ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
@@ -131,6 +131,11 @@ def test_wrong_usage_is_one_line_and_code_2(run: Any, tmp_path: Path, arguments:
         assert len(result.stderr.splitlines()) == 1
     assert (tmp_path / "in.jsonl").read_bytes() == before
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_command_with_a_typing_error_is_one_line_that_names_the_right_one(run: Any) -> None:
+    message = "error: no such command 'summarise'; did you mean 'summarize'?; help: "
+    assert run("summarise").stderr.startswith(message)
 
 
 def test_a_working_directory_that_was_deleted_is_one_line_and_code_2(

@@ -2,6 +2,7 @@ import re
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import ray.data.llm
 import torch
 
 from rayspec import config as config_module
@@ -22,12 +23,17 @@ def speculation(**options: Any) -> SpeculationOptions:
 
 @pytest.mark.parametrize(("group", "old"), [(group, old) for group, replaced in REPLACED.items() for old in replaced])
 def test_an_option_that_is_gone_says_what_replaced_it(group: str, old: str) -> None:
-    options: type[Options] = getattr(config_module, group)
-    with pytest.raises(ConfigError, match=f"option '{old}' is (now|gone)") as raised:
+    options: type[Options] = ProcessorConfig if group == "ProcessorConfig" else getattr(config_module, group)
+    with pytest.raises(ConfigError, match=f"option '{old}' is (now|gone|refused|not needed)") as raised:
         options(**{old: 1})
     named = re.findall(r"now '(\w+)\.(\w+)'", str(raised.value))
     assert all(name in SpeculationOptions.model_fields for _, name in named)
     assert old not in options.model_fields
+
+
+def test_every_option_of_ray_data_llm_is_here_or_refused_with_a_remedy() -> None:
+    theirs = set(ray.data.llm.vLLMEngineProcessorConfig.model_fields)
+    assert theirs <= {*ProcessorConfig.model_fields, *REPLACED["ProcessorConfig"]}
 
 
 @pytest.mark.parametrize(

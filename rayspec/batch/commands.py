@@ -61,9 +61,10 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     """Options of a job over documents or prompts."""
 
     id_column: str | None = Field(
-        None, description="column of the row's id; unset: 'id', else file and row number; none: always the latter"
+        None,
+        description="column of the row's id; none: file and row number; unset: 'id', else the same",
     )
-    limit: int | None = Field(None, ge=1, description="process only the first rows, this many")
+    limit: int | None = Field(None, ge=1, description="process only the first N rows")
     sample: float | None = Field(None, ge=0, le=1, description="share of the rows to process, always the same ones")
     json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
     prompt_template: str | None = Field(
@@ -174,7 +175,7 @@ def openai_batch(
     asked: Asked,
     batch: Annotated[str, typer.Argument(metavar="BATCH", help="file of requests, path or URI")],
     output: Annotated[str, typer.Option("--output", "-o", help="folder for the answers; path or URI")],
-    served_model_name: Annotated[str | None, typer.Option(help="what lines call the model; none: as --model")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="model's name in lines [default: as --model]")] = None,
 ) -> None:
     """Answer the requests of an OpenAI batch file.
 

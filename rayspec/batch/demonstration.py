@@ -51,7 +51,7 @@ def run_demo(
     ),
     model: Annotated[
         str | None,
-        typer.Option(help="folder, name on the hub, smollm2 or demo; none: smollm2 if it can be fetched, else demo"),
+        typer.Option(help="folder, hub id, smollm2 or demo [default: smollm2 if it can be fetched, else demo]"),
     ] = None,
     with_ray: Annotated[
         bool, typer.Option("--ray/--no-ray", help="run the jobs on Ray, where an engine has a process of its own")

@@ -180,7 +180,7 @@ def _parameter(name: str, kind: Any, *names: str, **about: Any) -> inspect.Param
 
 
 _FILE_FLAGS = (
-    _parameter("config", Path, help="YAML file with any of these options; flags win over it", rich_help_panel="Engine"),
+    _parameter("config", Path, help="YAML file with any of these options; flags override it", rich_help_panel="Engine"),
     _parameter(
         "set_",
         list[str],
@@ -235,7 +235,8 @@ def _flag_type(info: FieldInfo) -> Any:
 def _help(info: FieldInfo, default: Any) -> str:
     within = get_args(info.annotation)
     choices = next((get_args(one) for one in (info.annotation, *within) if get_origin(one) is Literal), ())
-    text = "; ".join(part for part in (info.description or "", ", ".join(choices)) if part)
-    if default is False or default in (None, (), PydanticUndefined):
-        return text
-    return f"{text} [default: {', '.join(map(str, default)) if isinstance(default, tuple) else default}]".strip()
+    text, _, usual = (info.description or "").partition("; unset: ")
+    text = "; ".join(part for part in (text, f"one of {', '.join(choices)}" if choices else "") if part)
+    if default is not False and default not in (None, (), PydanticUndefined):
+        usual = ", ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return f"{text} [default: {usual}]".strip() if usual else text

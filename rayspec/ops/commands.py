@@ -80,7 +80,7 @@ def plan(*, model: Model, asked: Asked, json_: Json = None) -> None:
 @app.command()
 def models(
     *,
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="type, folder, hub id, or 'demo'")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="type, folder, hub id, or 'demo'")] = None,
     json_: Json = None,
 ) -> None:
     """Say which model types draft, only copy tokens, or decode plainly, and why.
@@ -200,7 +200,7 @@ does not fit.
 @with_options(RenderOptions)
 def render(
     *,
-    config: Annotated[Path | None, typer.Option(help="YAML file with any of these options; flags win over it")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of these options; flags override it")] = None,
     asked: Asked,
     inputs: Annotated[
         list[str] | None, typer.Argument(metavar="INPUT", help=RenderOptions.model_fields["inputs"].description)

@@ -67,11 +67,12 @@ def test_the_short_help_has_the_most_used_options_and_names_the_other() -> None:
 
 def test_help_shows_the_defaults_of_the_option_groups() -> None:
     text = " ".join(CliRunner().invoke(app, ["--help-all"], env={"COLUMNS": "200"}).output.split())
-    assert "sequences decoded at once; unset: 8 on a CPU, 64 on a GPU, 256 on one from 70 GiB up --" in text
+    assert "sequences decoded at once [default: 8 on a CPU, 64 on a GPU, 256 on one from 70 GiB up] --" in text
     assert "--max-tokens <int> most tokens of the output [default: 77]" in text
     assert ", static, ar, " in text
     assert "[default: auto]" in text
-    assert "; skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
+    assert "unset: " not in text
+    assert "; one of skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
 
 
 @pytest.mark.parametrize("option", ["model", "tokenizer"])

@@ -46,14 +46,14 @@ class RenderOptions(Options):
     kind: Kind = Field("job", description="a RayJob that summarizes, a RayService, or a RayCluster to work on")
     model: str = Field(description="model that the pods load: hub id, a folder in the pods, or 'demo'")
     sizes_from: str | None = Field(
-        None, description="config.json that sizes are computed from; none: that of the model"
+        None, description="config.json that sizes are computed from; unset: that of the model"
     )
     gpus: str | None = Field(
         None, description="GPUs, as 8xH100-80G or 2x8xH100; of one copy of the model, if a layout is named"
     )
     cpus: int | None = Field(None, ge=1, description="cores of a shard, in place of GPUs")
     gpus_per_node: int | None = Field(
-        None, ge=1, description="GPUs that a pod may ask for; none: as gpus names nodes, as 2x8xH100, else 8"
+        None, ge=1, description="GPUs that a pod may ask for; unset: as gpus names nodes, as 2x8xH100, else 8"
     )
     stages: int | None = Field(
         None, ge=1, description="pipeline stages; unset: as rayspec plan recommends, or with tensor the fewest"
@@ -68,11 +68,11 @@ class RenderOptions(Options):
     replicas: int | None = Field(
         None, ge=1, description="copies of the model; unset: as rayspec plan recommends, or 1 with a named layout"
     )
-    max_replicas: int | None = Field(None, ge=1, description="most copies for the autoscaler; none: as many")
+    max_replicas: int | None = Field(None, ge=1, description="most copies for the autoscaler; unset: as many")
     name: str = Field("rayspec", description="name of the resource, and prefix of other names")
-    namespace: str | None = Field(None, description="Kubernetes namespace; none: that of kubectl")
-    image: str | None = Field(None, description="container image; none: rayspec:VERSION-cuda or -cpu")
-    served_model_name: str | None = Field(None, description="name of the model in requests; none: its hub id or folder")
+    namespace: str | None = Field(None, description="Kubernetes namespace; unset: that of kubectl")
+    image: str | None = Field(None, description="container image; unset: rayspec:VERSION-cuda or -cpu")
+    served_model_name: str | None = Field(None, description="model's name in requests; unset: its hub id or folder")
     inputs: tuple[str, ...] = Field((), description="documents of a job: s3://, gs://, abfs://, or paths in the pods")
     output: str | None = Field(None, description="folder of a job's rows and report: a URI, or a path in the pods")
     long: Literal["fail", "truncate", "map-reduce", "refine"] = Field(
@@ -81,10 +81,10 @@ class RenderOptions(Options):
     retries: int = Field(1, ge=0, description="how often a failed job starts again, on a new cluster")
     spot: bool = Field(False, description="workers on preemptible nodes, the head on others")
     node_selector: Annotated[dict[str, str], Pairs] = Field(
-        default_factory=dict, description="node label of workers, LABEL=VALUE; repeatable; none: the GPU's product"
+        default_factory=dict, description="node label of workers, LABEL=VALUE; repeatable; unset: the GPU's product"
     )
     gpu_resource: str = Field("nvidia.com/gpu", description="name of a GPU for the device plugin")
-    models_claim: str | None = Field(None, description="existing volume claim for models; none: a new one")
+    models_claim: str | None = Field(None, description="existing volume claim for models; unset: a new one")
     storage_class: str | None = Field(None, description="storage class of a new claim; it must allow ReadWriteMany")
     hf_secret: str = Field("rayspec-hf-token", description="secret with the Hub's token under 'token', if there is one")
     bucket_secret: str = Field("rayspec-bucket", description="secret with the bucket's environment, if there is one")

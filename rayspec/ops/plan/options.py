@@ -15,7 +15,7 @@ Goal = Literal["throughput", "latency", "cost"]
 Quantization = Literal["fp8", "int8", "int4"]
 DraftWeights = Literal["int8", "int4"]
 DEFAULT_CONTEXT = 16384
-CONTEXT_HELP = f"tokens of a sequence, prompt and output; without it {DEFAULT_CONTEXT}, or the model's if that is less"
+CONTEXT_HELP = f"tokens of a sequence, prompt and output; unset: {DEFAULT_CONTEXT}, or the model's if that is less"
 # Published self-speculative decoders that skip about half of the sublayers have .85 to .95; KnapSpec's best .94 to .97.
 PUBLISHED_ACCEPTANCE = 0.90
 
@@ -54,7 +54,7 @@ class PlacementOptions(LoadOptions):
     stages, tensor, layers: where all are None, `rayspec plan` chooses the layout.
     """
 
-    stages: int | None = Field(None, ge=1, description="pipeline stages; without a layout: as rayspec plan recommends")
+    stages: int | None = Field(None, ge=1, description="pipeline stages; unset: as rayspec plan recommends")
     tensor: int | None = Field(None, ge=1, description="GPUs that share each stage")
     layers: Annotated[tuple[int, ...] | None, Commas] = Field(None, description="layers of each stage, as 20,30,30")
 
@@ -92,7 +92,7 @@ class PlanOptions(LoadOptions):
     hop_us: float = Field(200.0, ge=0, description="microseconds from a stage to the next one")
     all_reduce_us: float = Field(10.0, ge=0, description="microseconds of an all-reduce, per sublayer")
     gpus_per_node: int | None = Field(
-        None, ge=1, description="most tensor-parallel ranks; none: as gpus names them, else 8"
+        None, ge=1, description="most tensor-parallel ranks; unset: as gpus names them, else 8"
     )
 
     @model_validator(mode="after")
