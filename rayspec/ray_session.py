@@ -46,11 +46,11 @@ class ClusterLostError(RayspecError):
 
 
 @contextmanager
-def ray_session(num_cpus: float = 0) -> Iterator[None]:
+def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text: None) -> Iterator[None]:
     """Attach to RAY_ADDRESS if it is set; otherwise start Ray here. The last of the sessions that share it stops it.
 
     num_cpus: CPUs that shards reserve (`ParallelOptions.num_cpus`). A private cluster has them, and one more: a
-    reservation that can never be met would wait for `start_timeout_s`.
+    reservation that can never be met would wait for `start_timeout_s`. say: gets a line before a start or connection.
 
     A private cluster gets a token of its own, so that nobody else on the machine can use it and no token is left in the
     home folder. Ray reads the token once, so it stays in this process's environment.
@@ -66,6 +66,8 @@ def ray_session(num_cpus: float = 0) -> Iterator[None]:
                 _num_sessions += 1
                 session.callback(_leave)
             if not is_running:
+                address = os.environ.get("RAY_ADDRESS")
+                say("starting Ray on this machine" if address is None else f"connecting to Ray at {address}")
                 with _signals_wait():
                     _start(num_cpus)
         if not is_running:

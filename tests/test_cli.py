@@ -247,5 +247,5 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(run: Any, tmp_path: Path,
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
     again = run(*arguments)
     assert again.exit_code == 0, again.output
-    assert f"going on with a run that has {num_rows} rows" in again.stderr
+    assert f"resuming: {num_rows} rows of an earlier run kept; --overwrite starts over" in again.stderr
     assert len(read_rows(output)) == 200

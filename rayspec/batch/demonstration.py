@@ -230,7 +230,7 @@ class SideBySide:
             text = Text(_beginning(pair.document))
             examples.add_row(Text.assemble((pair.name, "bold"), "\n", text), Text((pair.fast.text or "").strip()))
         yield examples
-        rates = Table(title=f"{len(self.pairs)} documents, tokens a second", title_justify="left")
+        rates = Table(title=f"{len(self.pairs)} documents, tokens per second", title_justify="left")
         for heading in ("", "plain decoding", "auto", "gain"):
             rates.add_column(heading, justify="right" if heading else "left")
         for name, (plain, fast, gain) in self.rates.items():

@@ -541,7 +541,8 @@ class Job:
         folder.redo(pa.array(redone, pa.large_string()))
         if kinds := folder.parts.kinds:
             report.add_earlier(kinds, folder.parts.rows)
-            say(f"going on with a run that has {kinds.total()} rows")
+            num_kept = f"{kinds.total()} row{'s' * (kinds.total() != 1)}"
+            say(f"resuming: {num_kept} of an earlier run kept; --overwrite starts over")
             self._compare_files(folder)
         if changes:
             done_again = f"{len(redone)} are done again" if redone else "the earlier results are kept"

@@ -40,7 +40,7 @@ class RayBackend(LocalBackend):
 
     @contextmanager
     def session(self, parallel: ParallelOptions | None) -> Iterator[None]:
-        with ray_session(parallel.num_cpus if parallel is not None else 0), reading():
+        with ray_session(parallel.num_cpus if parallel is not None else 0, say), reading():
             yield
 
     def _scanned(self, source: Source) -> Iterable[pa.Table]:

@@ -6,6 +6,7 @@ result. With static buffers they run in the shape of a bucket.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import threading
@@ -43,6 +44,7 @@ _MOST_THREADS = 4096  # as of the option
 # Shares of its time that a thread waits for a core: above the first the cores are busy, below the second they are not.
 _BUSY, _IDLE = 0.2, 0.05
 _LOOK_EVERY_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0, 30.0
+_MAX_OPERATOR_S = 10.0  # an interrupt waits no longer for the work to end
 # Rows from which on a pass has work for all cores: chunks of prompts, and plan searches.
 _MANY_ROWS = 64
 
@@ -138,7 +140,8 @@ def in_thread_of_its_own(work: Callable[[], T]) -> T:
     """Run the work in a new thread, and return its result or raise its error when the thread has ended.
 
     OpenMP keeps helpers for each thread that has run an operator, until that thread ends; with more helpers than cores,
-    decoding takes up to 1.4 times as long. So other work, such as loading, runs in a thread that ends.
+    decoding takes up to 1.4 times as long. So other work, such as loading, runs in a thread that ends. An interrupt of
+    the caller, such as Ctrl-C, ends the work, too, when its current operator is done.
     """
     result: Future[T] = Future()
 
@@ -148,11 +151,15 @@ def in_thread_of_its_own(work: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001 - it is raised by the caller
             result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="rayspec-load", daemon=True)  # Ctrl-C need not wait for its end
+    thread = threading.Thread(target=run, name="rayspec-load", daemon=True)
     thread.start()
-    found = result.result()
-    thread.join()
-    return found
+    try:
+        return result.result()
+    except (KeyboardInterrupt, SystemExit):  # a Python that ends while a thread is inside torch aborts
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        raise
+    finally:
+        thread.join(_MAX_OPERATOR_S)
 
 
 TokenIds: TypeAlias = Sequence[int] | Tensor

@@ -97,7 +97,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
             model_deployment(config, replica_timeout_s=options.replica_timeout_s, name="Model", num_gpus=0)
         if options.batches is not None and _RAY_ADDRESS not in os.environ:
             _check_folder(options.batches)
-        with ray_session(sum(config.num_cpus for config in options.llm_configs)):
+        with ray_session(sum(config.num_cpus for config in options.llm_configs), say):
             if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
                 raise ConfigError("the cluster at RAY_ADDRESS runs Serve already: deploy to it with `serve deploy`")
             try:

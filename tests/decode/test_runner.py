@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +105,23 @@ def _requiring(method: Callable[..., Any], current: Sequence[torch.device]) -> C
 def test_an_error_is_raised_here() -> None:
     with pytest.raises(KeyError, match="what"):
         in_thread_of_its_own(lambda: {}["what"])
+
+
+def test_an_interrupt_ends_the_work_too() -> None:
+    """Else it may be inside torch when Python ends, which then aborts."""
+    ended = threading.Event()
+
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)  # to the main thread
+            for _ in range(1000):
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        in_thread_of_its_own(work)
+    assert ended.is_set()
 
 
 def test_engines_are_loaded_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,7 +271,7 @@ def stale_overlays(folder: Path) -> dict[Path, str]:
     ConfigError where there is no options.yaml."""
     files = sorted(folder.rglob(OPTIONS_NAME))
     if not files:
-        raise ConfigError(f"folder {str(folder)!r} has no {OPTIONS_NAME}: name one that has, as k8s/overlays")
+        raise ConfigError(f"folder {str(folder)!r} has no {OPTIONS_NAME} below it: name a folder of overlays")
     stale = {}
     for file in files:
         text, path = render(read_render_options(file, {})), file.with_name(MANIFEST_NAME)

@@ -330,7 +330,7 @@ def _num_stages(
                 f"option 'stages' is {asked}, times {options.num_ranks} GPUs: there are {num_gpus}; lower it, or name "
                 "more GPUs"
             )
-        return asked, f"{asked} stages as asked"
+        return asked, f"{asked} stage{'s' * (asked != 1)} as asked"
     most = 1 if sizes.why_whole else min(len(groups), len(sizes.starts))
     for count in range(1, most + 1):
         if not bytes_missing(*_costs(sizes, groups[:count], options)):

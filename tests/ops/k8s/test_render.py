@@ -227,7 +227,7 @@ def test_the_command_ends_with_a_line_and_code_2(run: Any) -> None:
     assert (made.exit_code, made.stdout) == (2, "")
     assert made.stderr.startswith("error: option 'gpus' is '1xH1000'")
     assert "option 'model' is missing" in run("render").stderr
-    assert "has no options.yaml" in run("overlays", ".").stderr
+    assert "has no options.yaml below it: name a folder of overlays" in run("overlays", ".").stderr
 
 
 def test_overlays_are_written_where_they_are_stale(run: Any, tmp_path: Path) -> None:
