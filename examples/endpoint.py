@@ -1,4 +1,7 @@
-"""Ask an endpoint, started by `rayspec serve demo`, with OpenAI's client: python examples/endpoint.py [URL]"""
+"""Ask an endpoint, started by `rayspec serve demo`, with OpenAI's client: python examples/endpoint.py [URL]
+
+It needs openai.
+"""
 
 import os
 import sys

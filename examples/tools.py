@@ -1,6 +1,6 @@
 """Let a model call a function, and answer with its result, at an endpoint: python examples/tools.py [URL [MODEL]]
 
-The model's chat template must describe tools, as that of Qwen 3 does. The bundled model's does not.
+It needs openai. The model's chat template must describe tools, as that of Qwen 3 does. The bundled model's does not.
 """
 
 import json

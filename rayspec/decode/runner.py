@@ -152,14 +152,15 @@ def in_thread_of_its_own(work: Callable[[], T]) -> T:
             result.set_exception(error)
 
     thread = threading.Thread(target=run, name="rayspec-load", daemon=True)
-    thread.start()
     try:
+        thread.start()
         return result.result()
     except (KeyboardInterrupt, SystemExit):  # a Python that ends while a thread is inside torch aborts
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
         raise
     finally:
-        thread.join(_MAX_OPERATOR_S)
+        if thread.is_alive():
+            thread.join(_MAX_OPERATOR_S)
 
 
 TokenIds: TypeAlias = Sequence[int] | Tensor

@@ -113,6 +113,7 @@ def test_an_interrupt_ends_the_work_too() -> None:
 
     def work() -> None:
         try:
+            time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGINT)  # to the main thread
             for _ in range(1000):
                 time.sleep(0.01)
