@@ -77,15 +77,17 @@ def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Pa
 
 def test_the_last_of_the_sessions_that_share_a_ray_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     running: list[float] = []
+    said: list[str] = []
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("rayspec.ray_session._num_sessions", 0)
     monkeypatch.setattr("rayspec.ray_session._start", running.append)
     monkeypatch.setattr(ray, "is_initialized", lambda: bool(running))
     monkeypatch.setattr(ray, "shutdown", running.clear)
     first, second = ExitStack(), ExitStack()
-    first.enter_context(ray_session(3))
-    second.enter_context(ray_session())
+    first.enter_context(ray_session(3, said.append))
+    second.enter_context(ray_session(say=said.append))
     first.close()
-    assert running == [3]
+    assert (running, said) == ([3], ["starting Ray on this machine"])
     second.close()
     assert not running
 

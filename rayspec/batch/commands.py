@@ -22,7 +22,7 @@ from rayspec.batch.documents import KNOWN_TYPES, check_template, input_row
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import Job, JobOptions, LocalBackend, Source
 from rayspec.batch.long_documents import LongDocumentOptions
-from rayspec.batch.report import ROW_HEADINGS
+from rayspec.batch.report import ROW_HEADINGS, RunReport
 from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.command.options import Asked, LongCommand, with_settings
@@ -198,7 +198,7 @@ def openai_batch(
         export=partial(write_answers, requests),
         export_names=(OUTPUT_NAME, ERRORS_NAME),
     )
-    report = job.run(Source(rows=requests))
+    report = _run(job, Source(rows=requests))
     folder = output_places(output, options.format)[0]
     output_console().print(f"{report}\n{OUTPUT_NAME} and {ERRORS_NAME} are in {folder}", soft_wrap=True)
     raise typer.Exit(report.exit_code(accepts_failed=options.accept_failed_rows))
@@ -228,7 +228,7 @@ def _run_documents(
             text_column=text_column,
             cache=options.cache,
         )
-        report = job.run(source)
+        report = job.run(source) if is_printed else _run(job, source)
         code = report.exit_code(accepts_failed=options.accept_failed_rows)
         if is_printed:
             file = Path(place)
@@ -252,6 +252,15 @@ def _run_documents(
     where = f"rows are in {merged}, the report is" if merged is not None else "rows and report are"
     console.print(f"{where} in {folder}", soft_wrap=True)
     raise typer.Exit(code)
+
+
+def _run(job: Job, source: Source) -> RunReport:
+    """Run a job. Say at an interrupt what is kept."""
+    try:
+        return job.run(source)
+    except (KeyboardInterrupt, SystemExit):
+        say(f"interrupted: finished rows are kept in {job.output}; run the same command again to resume")
+        raise
 
 
 def backend_of(*, on_ray: bool) -> LocalBackend:
