@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from benchmarks.device.kernels import kernel_differences
 from benchmarks.device.parity import replay_differences
@@ -130,6 +131,22 @@ def test_a_row_of_a_product_in_full_has_the_same_bits_in_any_company(
 def test_captured_passes_have_the_bits_of_eager_launches(family: str, dtype: torch.dtype) -> None:
     found = list(replay_differences(family, dtype, DEVICE, driver_of=CudaDriver))
     assert [one for one in found if not one.is_small] == []
+
+
+def test_a_graph_holds_a_sum_over_ranks() -> None:
+    """With one rank: NCCL refuses two on a GPU."""
+    distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        numbers, driver = torch.ones(8, device=DEVICE), CudaDriver(DEVICE)
+
+        def work() -> None:
+            distributed.all_reduce(numbers.mul_(2))
+
+        driver.rehearse(work)
+        driver.capture(work).replay()
+        assert numbers.tolist() == [4.0] * 8
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_selfcheck_passes() -> None:
