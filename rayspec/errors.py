@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # Packages that `pip install rayspec` leaves out, and the extra that brings each.
 _EXTRAS = {
@@ -20,6 +21,10 @@ class RayspecError(Exception):
     """Base of every error rayspec raises on purpose. `kind` is a stable name for reports and output rows."""
 
     kind = "internal"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the error without a call of its `__init__`, whose parameters are not its `args` in every class."""
+        return type(self).__new__, (type(self), *self.args), self.__dict__
 
 
 class ConfigError(RayspecError, ValueError):

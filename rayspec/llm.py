@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,8 +145,8 @@ class LLM:
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         **unsupported: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts: texts, {"prompt_token_ids": [...]}, or lists of token ids. Outputs come in the order of the
-        prompts.
+        """Complete prompts: texts, {"prompt_token_ids": [...]}, or lists of token ids. Arrays and tensors count as
+        lists. Outputs come in the order of the prompts.
 
         sampling_params: one for all prompts or one for each; None: the checkpoint's, see `default_sampling_params`.
         use_tqdm: show a progress bar if standard error is a terminal; or a callable that makes the bar, as tqdm does.
@@ -156,8 +157,9 @@ class LLM:
         ConfigError for other misuse, and EngineDeadError if `shutdown` is called meanwhile.
         """
         _refuse(unsupported)
-        given: Any = [prompts] if isinstance(prompts, str | Mapping) or _is_token_ids(prompts) else prompts
-        if isinstance(given, bytes) or not isinstance(given, Iterable):
+        given: Any = _as_list(prompts)
+        given = [given] if isinstance(given, str | Mapping) or _is_token_ids(given) else given
+        if isinstance(given, bytes) or not isinstance(given, Iterable) or hasattr(given, "keys"):  # as a table has
             raise ConfigError(
                 f"prompts is {reprlib.repr(given)}: give a text, {{'prompt_token_ids': [...]}}, or a list of these"
             )
@@ -328,6 +330,7 @@ class LLM:
     def _request(self, prompt: Any, params: SamplingParams, adapter: str | None = None) -> Request:
         """Make a request from any value. The engine refuses a value that is no prompt."""
         name = f"request-{next(self._request_numbers)}"
+        prompt = _as_list(prompt)
         if self._seeds is not None and params.seed is None:
             params = params.model_copy(update={"seed": self._seeds.getrandbits(63)})
         given: dict[str, Any] = {"prompt_token_ids" if _is_token_ids(prompt) else "prompt": prompt}
@@ -519,6 +522,11 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
     from_vllm(arguments, CALLS, ())
 
 
+def _as_list(value: Any) -> Any:
+    """Return the list of an array, a tensor or a column of a table; any other value as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def _is_token_ids(prompt: Any) -> bool:
     several = isinstance(prompt, list | tuple) and len(prompt) > 0
-    return several and all(isinstance(token, int) and not isinstance(token, bool) for token in prompt)
+    return several and all(isinstance(token, Integral) and not isinstance(token, bool) for token in prompt)

@@ -15,6 +15,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from tqdm import tqdm
@@ -131,6 +133,9 @@ def test_prompts_are_texts_or_tokens(llm: LLM) -> None:
     assert (one.prompt, three.prompt) == (text, None)
     assert llm.generate(text, GREEDY)[0].outputs[0].text == one.outputs[0].text
     assert llm.generate({"prompt_token_ids": tokens}, GREEDY)[0].outputs[0].text == one.outputs[0].text
+    for array in (np.array(tokens), torch.tensor(tokens), list(np.array(tokens))):
+        both: list[Any] = [text, array]
+        assert _tokens(llm.generate(array, GREEDY) + llm.generate(both, GREEDY)) == _tokens([one, one, one])
 
 
 def _requests(prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[Request]:
@@ -337,6 +342,7 @@ def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: A
     assert good.error is None
     assert isinstance(bad.error, RequestError)
     assert message in str(bad.error)
+    assert str(pickle.loads(pickle.dumps(bad)).error) == str(bad.error)
     assert bad.request_id != good.request_id
 
 
@@ -344,6 +350,7 @@ def test_a_bad_conversation_is_an_output_with_an_error(llm: LLM, conversation: A
     ("call", "message"),
     [
         (lambda llm: llm.generate(5), "prompts is 5: give a text"),
+        (lambda llm: llm.generate(pd.DataFrame({"prompt": ["a"]})), "prompts is +prompt"),
         (lambda llm: llm.generate("a", {"max_tokens": 5}), r"params has {'max_tokens': 5}: give SamplingParams\("),
         (lambda llm: llm.generate("a", params=SHORT), "argument 'params' is called 'sampling_params', as in vLLM"),
         (lambda llm: llm.generate("a", lora_request=1), "lora_request is 1: give one LoRARequest, or one"),
