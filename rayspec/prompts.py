@@ -46,6 +46,19 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
     return [read_message(message, str(index)) for index, message in enumerate(messages)]
 
 
+def parsed_messages(messages: object) -> object:
+    """Return the messages of a column, which may be JSON text: not every table can hold lists. Raises
+    InvalidMessagesError."""
+    if not isinstance(messages, str):
+        return messages
+    try:
+        return json.loads(messages)
+    except (ValueError, RecursionError) as error:
+        raise InvalidMessagesError(
+            f"the conversation is {reprlib.repr(messages)}, no JSON of a list of messages: {error}"
+        ) from error
+
+
 def read_message(message: object, place: str = "0") -> dict[str, Any]:
     """Return a message with `role`, `content`, and every other field that says something.
 

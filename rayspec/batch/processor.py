@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import pyarrow as pa
 import ray
 import ray.data
 from pydantic import Field, model_validator
@@ -18,22 +18,33 @@ from ray.exceptions import RayActorError, RayError
 from typing_extensions import Self
 
 from rayspec.batch.ray_backend import patient
-from rayspec.batch.rows import Handler, RowEngineFactory, RowTask
+from rayspec.batch.rows import Handler, RowEngineFactory, RowTask, is_null
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.pipeline.placement import errors_of_actor, sized
 from rayspec.pool.supervisor import start_supervisor
 from rayspec.pool.worker import answer, num_engines
-from rayspec.prompts import without_nulls
+from rayspec.prompts import parsed_messages, without_nulls
 from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
 
 ERROR_COLUMN = "__inference_error__"
+_PROMPTS = ("tokenized_prompt", "messages", "prompt")  # the first that a row has is used
+_ASKED = (*_PROMPTS, "sampling_params")  # what the engine needs of a row
 _MAX_ROWS_OF_A_BATCH = 16  # Ray Data gives a client no more rows of one block at a time
 _MIN_BATCHES = 8
+_COUNTS = dict.fromkeys(("num_draft_tokens", "num_accepted_tokens"), pa.int64())
+_NUMBERS = dict.fromkeys(("acceptance_rate", "time_to_first_token_s", "latency_s"), pa.float64())
+_TOKENS = pa.list_(pa.int64())
+_TYPES = {
+    **dict.fromkeys(("request_id", "generated_text", "finish_reason", "params", ERROR_COLUMN), pa.string()),
+    **dict.fromkeys(("num_input_tokens", "num_generated_tokens"), pa.int64()),
+    **dict.fromkeys(("prompt_token_ids", "generated_tokens"), _TOKENS),
+    "metrics": pa.struct(_COUNTS | _NUMBERS),
+}
 _ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that no row causes
 
 Row = dict[str, Any]
@@ -92,9 +103,9 @@ def build_processor(
 ) -> Processor:
     """Return an operator that completes the rows of a dataset.
 
-    preprocess: its result is merged into the row, which then has `messages`, `prompt` or `tokenized_prompt`, and may
-    have `sampling_params` (a dict with the names of SamplingParams). postprocess: makes the output row from a row that
-    succeeded, which then also has `generated_text`, `generated_tokens`, `num_input_tokens`,
+    preprocess: its result is merged into the row, which then has `messages` (also as JSON text), `prompt` or
+    `tokenized_prompt`, and may have `sampling_params` (a dict with the names of SamplingParams). postprocess: makes the
+    output row from a row that succeeded, which then also has `generated_text`, `generated_tokens`, `num_input_tokens`,
     `num_generated_tokens`, `finish_reason`, `params`, `request_id`, `metrics` and `__inference_error__` ("" or
     "Kind: message"); without it all columns stay. Failed rows bypass postprocess. Raises ConfigError.
     """
@@ -176,21 +187,23 @@ class RowClient:
     async def __call__(self, row: Row) -> Row:
         try:
             ready = row | (self._preprocess(dict(row)) if self._preprocess else {})
+            # Other columns stay here: images and embeddings may be large.
+            asked = {name: plain_values(ready[name]) for name in _ASKED if name in ready}
             try:
-                done: Row = ready | await answer(self._supervisor.handle.remote(plain_values(ready)))
+                done: Row = await answer(self._supervisor.handle.remote(asked))
             except RayActorError:
                 raise EngineDeadError("the processor was shut down before the dataset was done") from None
-            if not done[ERROR_COLUMN]:
-                return self._postprocess(done) if self._postprocess else done
+            if self._postprocess and not done[ERROR_COLUMN]:
+                return self._postprocess(ready | done)
         except EngineDeadError:
             raise
         except Exception as error:
             if not self._should_continue:
                 raise
-            return row | {ERROR_COLUMN: _text_of(error)}
-        if not self._should_continue:
+            ready, done = row, {ERROR_COLUMN: _text_of(error)}
+        if done[ERROR_COLUMN] and not self._should_continue:
             raise RequestError(done[ERROR_COLUMN])
-        return done
+        return ready | (done if self._postprocess else _typed(done))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +235,7 @@ class PreparedRowTask:
 
 def _sampling_params(defaults: SamplingParams, asked: Any) -> SamplingParams:
     """Return the parameters of a row. Arrow fills fields that a row does not have with null. Raises ConfigError."""
+    asked = None if is_null(asked) else asked
     if not isinstance(asked, Mapping | None):
         raise ConfigError(
             f"column 'sampling_params' is {reprlib.repr(asked)}: give a dict with names of SamplingParams"
@@ -230,12 +244,15 @@ def _sampling_params(defaults: SamplingParams, asked: Any) -> SamplingParams:
 
 
 def _prompt_tokens(engine: AsyncEngine, row: Mapping[str, Any]) -> Sequence[int]:
-    """Return the prompt tokens of a row, unchecked if the row has tokens. Raises RequestError."""
-    given = {name: row[name] for name in ("tokenized_prompt", "messages", "prompt") if row.get(name) is not None}
+    """Return the prompt tokens of a row, which are not checked if the row has tokens. Raises RequestError."""
+    given = {name: row[name] for name in _PROMPTS if not is_null(row.get(name))}
     if "tokenized_prompt" in given:
-        return given["tokenized_prompt"]  # type: ignore[no-any-return]
+        tokens = given["tokenized_prompt"]
+        if not isinstance(tokens, list):
+            raise RequestError(f"column 'tokenized_prompt' is {reprlib.repr(tokens)}: give a list of token ids")
+        return tokens
     if "messages" in given:
-        return engine.chat_tokens(given["messages"])
+        return engine.chat_tokens(parsed_messages(given["messages"]))
     if "prompt" in given:
         return engine.tokens(given["prompt"])
     raise RequestError("the row has none of 'messages', 'prompt', 'tokenized_prompt': let preprocess add one")
@@ -270,6 +287,12 @@ def _columns(output: RequestOutput, params: SamplingParams) -> Row:
     } | ({"generated_texts": texts} if params.n > 1 else {})
 
 
+def _typed(done: Row) -> Row:
+    """Return the columns of a row with their types. Ray Data takes the types of a block from its values, and files of
+    blocks cannot be read together if a column of one has only nulls."""
+    return done | {name: pa.scalar(done.get(name), kind) for name, kind in _TYPES.items()}
+
+
 def _text_of(error: Exception | None) -> str:
     if error is None:
         return ""
@@ -278,11 +301,10 @@ def _text_of(error: Exception | None) -> str:
 
 
 def plain_values(value: Any) -> Any:
-    """Convert NumPy arrays and numbers in a nested value to Python's lists and numbers."""
-    if isinstance(value, np.ndarray):
-        return [plain_values(item) for item in value.tolist()]
-    if isinstance(value, np.generic):
-        return value.item()
+    """Convert arrays, tensors and their numbers in a nested value to Python's lists and numbers."""
+    if hasattr(value, "tolist"):
+        plain = value.tolist()
+        return plain_values(plain) if isinstance(plain, list) else plain
     if isinstance(value, dict):
         return {name: plain_values(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from rayspec.batch.sandbox import Sandbox
 from rayspec.command.terminal import load_llm
 from rayspec.config import DType, EngineConfig, Settings
 from rayspec.decode.engine_loop import EngineDeadError
-from rayspec.prompts import read_conversation
+from rayspec.prompts import parsed_messages, read_conversation
 from rayspec.types import (
     CompletionOutput,
     ConfigError,
@@ -173,8 +173,7 @@ class Columns:
         if name is None:
             return source
         value = row.get(name)
-        is_null = value is None or (isinstance(value, float) and math.isnan(value))  # pandas' null
-        if self.id is None and is_null:
+        if self.id is None and is_null(value):
             return source
         if name not in row:
             raise InputFileError(f"{source}: no column {name!r} for the id; {_present(row)}", MISSING_COLUMN)
@@ -197,7 +196,7 @@ class Columns:
         conversation = row.get(self.messages) if self.messages is not None else None
         if conversation is not None:
             try:
-                return None, read_conversation(conversation)
+                return None, read_conversation(parsed_messages(conversation))
             except InvalidMessagesError as error:
                 raise InputFileError(
                     f"{source}: column {self.messages!r} holds no conversation: {error}", INVALID_VALUE
@@ -211,6 +210,10 @@ class Columns:
         if not value.strip():
             raise InputFileError(f"{source}: column {self.text!r} is empty; there is nothing to work on", INVALID_VALUE)
         return value, None
+
+
+def is_null(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))  # the latter is pandas' null
 
 
 def _present(row: Mapping[str, Any]) -> str:

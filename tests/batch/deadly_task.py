@@ -29,7 +29,8 @@ def preprocess(row: dict[str, Any]) -> dict[str, Any]:
         return {}
     if row["text"] == "wrong":
         return {"prompt": "word", "sampling_params": {"temprature": 1}}
-    return {"messages": [{"role": "user", "content": row["text"]}], "sampling_params": PARAMS}
+    message = {"role": "user", "content": row["text"], "name": row.get("kills")}
+    return {"messages": [message], "sampling_params": PARAMS}
 
 
 def postprocess(row: dict[str, Any]) -> dict[str, Any]:
@@ -45,8 +46,8 @@ def postprocess(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlyTask:
-    """A PreparedRowTask whose engine is killed by rows with a column `kills`: "always", or a file that the first kill
-    makes."""
+    """A PreparedRowTask whose engine is killed by rows whose message has a name: "always", or that of a file that the
+    first kill makes."""
 
     task: PreparedRowTask
 
@@ -58,10 +59,11 @@ class DeadlyTask:
         complete = self.task.handler(engine)
 
         async def kill_or_complete(row: Mapping[str, Any]) -> dict[str, Any]:
-            if row.get("kills") == "always":
+            kills = next((message["name"] for message in row.get("messages", ())), None)
+            if kills == "always":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if row.get("kills") and not Path(row["kills"]).exists():
-                Path(row["kills"]).touch()
+            if kills and not Path(kills).exists():
+                Path(kills).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             done: dict[str, Any] = await complete(row)
             return done

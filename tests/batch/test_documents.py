@@ -209,11 +209,13 @@ def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
         {"messages": []},
         {"messages": [{"role": "user"}]},
         {"messages": "hello"},
+        {"messages": json.dumps(chat)},
     )
     expected = [*chat[:2], {"role": "tool", "content": "hello\nhello"}]
     documents = read(path, columns=Columns(text="prompt", messages="messages"))
     assert json.loads(documents[0].messages or "") == expected
-    assert [outcome(d) for d in documents[1:]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]
+    assert [outcome(d) for d in documents[1:-1]] == ["no chat", "invalid_value", "invalid_value", "invalid_value"]
+    assert (documents[-1].messages, documents[-1].input_hash) == (documents[0].messages, documents[0].input_hash)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])

@@ -1,6 +1,7 @@
 """The task of the processor, with the bundled model and without Ray."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from rayspec import LLM, SamplingParams
 from rayspec.batch.processor import ERROR_COLUMN, PreparedRowTask, plain_values
@@ -53,13 +55,15 @@ def test_what_arrow_fills_with_null_is_left_out_at_every_depth(engine: AsyncEngi
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"prompt": float("nan")}, "request: the prompt is nan: give a text, or {'prompt_token_ids': [...]}"),
+        ({"prompt": 5.0}, "request: the prompt is 5.0: give a text, or {'prompt_token_ids': [...]}"),
+        (dict.fromkeys(["prompt", "messages"], float("nan")), "request: the row has none of 'messages'"),
         ({"prompt": ""}, "empty_prompt: the prompt has zero tokens"),
         ({"prompt": None, "messages": None}, "request: the row has none of 'messages', 'prompt', 'tokenized_prompt'"),
         ({"messages": np.array([])}, "invalid_messages: the conversation has no message"),
+        ({"messages": "hi"}, "invalid_messages: the conversation is 'hi', no JSON of a list of messages"),
         ({"messages": [USER | {"image": "x"}]}, "invalid_messages: messages.0.image: the model's chat template has no"),
         ({"tokenized_prompt": np.array([5.0, np.inf])}, "invalid_token: prompt token 5.0 is not an integer"),
-        ({"tokenized_prompt": 5}, "request: prompt_token_ids is 5: give a list"),
+        ({"tokenized_prompt": 5}, "request: column 'tokenized_prompt' is 5: give a list"),
         ({"prompt": "Hi", "sampling_params": "x"}, "config: column 'sampling_params' is 'x': give a dict"),
         ({"prompt": "Hi", "sampling_params": {"top_p": 5}}, "config: option 'top_p' is 5"),
         ({"prompt": "Hi", "sampling_params": {5: 5}}, "config: unknown option '5'"),
@@ -69,6 +73,13 @@ def test_a_bad_row_has_a_clear_error_of_its_own(engine: AsyncEngine, row: dict[s
     bad, good = completed(engine, row, {"prompt": "The pump"})
     assert bad[ERROR_COLUMN].startswith(error)
     assert good[ERROR_COLUMN] == ""
+
+
+def test_messages_may_be_json_text_and_tokens_a_tensor(engine: AsyncEngine) -> None:
+    one, same = completed(engine, {"messages": [USER]}, {"messages": json.dumps([USER])})
+    nulls = dict.fromkeys(["messages", "sampling_params"], float("nan"))  # of pandas
+    (tensor,) = completed(engine, nulls | {"tokenized_prompt": torch.tensor(one["prompt_token_ids"])})
+    assert one["prompt_token_ids"] == same["prompt_token_ids"] == tensor["prompt_token_ids"]
 
 
 def test_a_template_that_raises_is_an_error_of_its_row(engine: AsyncEngine) -> None:
