@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ from rayspec.types import ConfigError, RayspecError
 # 3: some rows failed. 4: a budget is spent. Above 128: 128 plus the number of the signal that ended the process.
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_BUDGET = range(5)
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143
+_STDERR = 2
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS})
 _NO_PLACE = frozenset(
     {
@@ -87,12 +89,27 @@ def hide_progress_bars() -> None:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+class _LossyFile(io.FileIO):
+    """Drops what cannot be written: progress that goes to a full disk, or that nobody reads any more, ends no job."""
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content) or 0
+        except OSError:
+            return len(content)
+
+
 @contextmanager
 def clean_exit() -> Iterator[None]:
     """End the process with a line and an exit code, instead of a traceback, on errors of users, a full disk,
     files that cannot be used and signals."""
     before = signal.getsignal(signal.SIGTERM)
     exit_on_sigterm()
+    if type(sys.stderr) is io.TextIOWrapper and sys.stderr.fileno() == _STDERR:
+        about: dict[str, Any] = {"encoding": sys.stderr.encoding, "errors": sys.stderr.errors}
+        sys.stderr = io.TextIOWrapper(
+            io.BufferedWriter(_LossyFile(_STDERR, "w", closefd=False)), **about, line_buffering=True
+        )
     try:
         with naming_the_extra():
             yield
