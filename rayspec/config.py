@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
@@ -81,6 +82,9 @@ class Options(pydantic.BaseModel):
     def replace(self, **changes: Any) -> Self:
         """Return a copy with `changes` applied. All options are validated again."""
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | changes)
+
+    def __hash__(self) -> int:
+        return hash(json.dumps(self.model_dump(mode="json"), sort_keys=True))  # some options are mappings
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise ConfigError(f"{type(self).__name__} cannot change: use its copy by replace({name}={value!r})")

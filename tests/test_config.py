@@ -104,6 +104,11 @@ def test_capacity_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert capacity(unset) == (64, 4096)
 
 
+def test_equal_options_have_equal_hashes() -> None:
+    one, same = (SamplingParams(logit_bias=dict(bias)) for bias in ([(1, 1), (2, 2)], [(2, 2), (1, 1)]))
+    assert {one, SamplingParams()} == {same, SamplingParams()}
+
+
 def test_sampling_defaults_are_those_of_vllm() -> None:
     params = DecodingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)

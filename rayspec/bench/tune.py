@@ -31,6 +31,9 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
     """Tune, save and return the plans. say: called with progress messages. Raises ConfigError, CheckpointError, and the
     error of an invalid input."""
     check_output(options.output, "output")
+    drafts = options.engine.speculation
+    if "strategy" in drafts.model_fields_set:
+        say(f"option 'speculation.strategy' has no effect: plans are tuned without {drafts.strategy}")
     with ExitStack() as stack:
         model = stack.enter_context(model_folder(options.engine, options.widen))
         longest = options.context + options.max_tokens

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -21,6 +23,9 @@ BUNDLED: Mapping[str, str] = {"demo": "model", "demo-plain": "model_plain"}
 _MAX_DOCUMENTS = 100_000  # with one seed
 _NUM_EXAMPLES = 12
 _EXAMPLE_PAGES = ("with", "class", "exceptions", "async", "for", "context-managers")  # topics of Python's `help()`
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +47,15 @@ def local_path(model: str, *, option: str = "model") -> str:
     ConfigError for a model that has not been fetched."""
     if model in FETCHABLE and not (path := cached_path(model)).exists():
         raise ConfigError(f"option {option!r} is {model!r}, which is not at {path}: rayspec fetch {model}")
+    if model in BUNDLED or model in FETCHABLE:
+        _tell_of_a_folder(model)
     return model_path(model) if model in BUNDLED else str(cached_path(model)) if model in FETCHABLE else model
+
+
+@cache  # once
+def _tell_of_a_folder(model: str) -> None:
+    if (Path(model) / "config.json").exists():
+        logger.warning("%r is the model of rayspec's; ./%s would be the model in the folder of this name", model, model)
 
 
 def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[SampleDocument]:

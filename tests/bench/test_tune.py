@@ -18,6 +18,8 @@ from rayspec.types import ConfigError
 MODEL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1")
 FAST = ("--context", "150", "--num-prompts", "2", "--max-tokens", "4", "--num-tries", "2")
 
+STRATEGY = "speculation.strategy=lookup"
+
 COMMAND = ("tune",)
 
 
@@ -65,11 +67,12 @@ def test_one_plan_a_domain_with_anchors(run: Any, tmp_path: Path) -> None:
 
 
 def test_one_input_without_a_domain_gives_a_plan_for_any_text(run: Any, tmp_path: Path) -> None:
-    result = run(*MODEL, *FAST, "--input", "demo:summary", "-o", "plans.json", "--num-tries", "1")
+    result = run(*MODEL, *FAST, "--input", "demo:summary", "-o", "plans.json", "--num-tries", "1", "--set", STRATEGY)
     assert result.exit_code == 0, result.output
     plan = load(tmp_path / "plans.json").only()
     assert (plan.domain, plan.anchors) == ("", ())
     assert "any text" in result.stdout
+    assert "plans are tuned without lookup" in result.stderr
     before = (tmp_path / "plans.json").read_bytes()
     again = run(*MODEL, *FAST, "--input", "demo:summary", "-o", "plans.json")
     assert again.exit_code == 2

@@ -56,6 +56,18 @@ def test_a_model_is_fetched_once_and_found_by_its_name(index: Path) -> None:
     assert len(said) == 1
 
 
+def test_a_folder_with_the_name_of_a_bundled_model_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo-plain").mkdir()
+    (tmp_path / "demo-plain" / "config.json").touch()
+    assert demo.local_path("demo-plain") == demo.local_path("demo-plain") == demo.model_path("demo-plain")
+    assert demo.local_path("./demo-plain") == "./demo-plain"
+    (said,) = caplog.messages
+    assert "./demo-plain" in said
+
+
 def test_what_is_not_the_expected_file_is_not_kept(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _offer(monkeypatch, "0" * 64)
     with pytest.raises(CheckpointError, match="in place of 0000"):
