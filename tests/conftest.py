@@ -47,12 +47,19 @@ _OTHER_PROCESSES = tuple(
 )  # fmt: skip
 
 
+# Only `-m gpu` sees a GPU. In all other runs kernels run in Triton's interpreter, and everything else on a CPU. Triton
+# asks when it is imported, which the conftest of a folder may do before `pytest_configure`.
+_WITHOUT_GPU = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+_before = {name: os.environ.get(name) for name in _WITHOUT_GPU}
+os.environ.update(_WITHOUT_GPU)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Only `-m gpu` sees a GPU. In all other runs kernels run in Triton's interpreter, and everything else on a CPU.
-    Triton and torch ask when they are imported and first used, which is later."""
-    if config.option.markexpr != "gpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if config.option.markexpr == "gpu":
+        for name, value in _before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
 
 
 def _scope(nodeid: str) -> str:
