@@ -46,7 +46,7 @@ def read_conversation(messages: object) -> list[dict[str, Any]]:
     return [read_message(message, str(index)) for index, message in enumerate(messages)]
 
 
-def parsed_messages(messages: object) -> object:
+def parsed_messages(messages: Any) -> Any:
     """Return the messages of a column, which may be JSON text: not every table can hold lists. Raises
     InvalidMessagesError."""
     if not isinstance(messages, str):
