@@ -409,7 +409,7 @@ def _remove_leftovers(location: Location, merged: Location) -> None:
         return
     of_merged = rf"\.{re.escape(merged.file_name)}\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
     ours = rf"\..+\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
-    for folder, pattern in ((merged.folder, of_merged), (location, ours), (location.join(ROWS), ours)):
+    for folder, pattern in ((merged.absolute().folder, of_merged), (location, ours), (location.join(ROWS), ours)):
         for file in folder.entries():
             if re.fullmatch(pattern, file.file_name):
                 file.delete()

@@ -289,6 +289,15 @@ def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) ->
     assert left == [".lock", ".other.jsonl.partial", "manifest.json", "precious.txt", "rows"]
 
 
+def test_leftovers_next_to_an_output_of_the_working_folder_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(".out.jsonl.0a1b2c3d.partial").touch()
+    open_folder(Path("out.jsonl.run"), merged=Location.parse("out.jsonl")).close()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl.run"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
