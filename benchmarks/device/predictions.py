@@ -44,9 +44,9 @@ Assumed:
 - Arithmetic hides behind reading: up to about 190 rows on an H100, 130 on an H200.
 - Choosing the token, packing the rows and the rest of the engine cost nothing, but in the last table. The true step is
   longer.
-- Llama-3.1-70B runs on 8 GPUs by tensor parallelism: each GPU has an eighth of every layer's matrices and key heads, and one
-  GPU has the head. Kernels, GB and memory are of that GPU. Two sums over all GPUs a layer take {reduce:.0f} µs each. Graphs
-  there need `cuda_graphs: on`.
+- Llama-3.1-70B runs on 8 GPUs by tensor parallelism: each GPU has an eighth of every layer's matrices and key heads,
+  and the whole head, which one GPU reads. Kernels, GB and memory are of that GPU. Two sums over all GPUs a layer take
+  {reduce:.0f} µs each. Graphs there need `cuda_graphs: on`.
 - Qwen3-14B reads contexts of more than 40,960 tokens only with a rescaled rotary embedding.
 
 A dash: weights, keys and values need more than the memory (H100 80 GB, H200 141 GB).

@@ -273,9 +273,11 @@ class Scheduler:
         self.kv.forget_all()
 
     def _admit(self, cohort: int, step: Step) -> None:
-        """Admit waiting sequences in turn. A sequence whose shared pages are still being filled is passed over, and
-        later ones may be admitted before it."""
+        """Admit waiting sequences in turn, up to one that this step has preempted. A sequence whose shared pages are
+        still being filled is passed over, and later ones may be admitted before it."""
         for sequence in self._in_turn():
+            if sequence in step.preempted:
+                return
             if self.kv.is_in_work(sequence):
                 continue
             while len(self.running) >= self._max_num_seqs or len(self.members(cohort)) >= self._max_cohort_seqs:

@@ -36,6 +36,7 @@ from rayspec.model.matrices import (
     SummedLinear,
     SummedMatrix,
     as_operator,
+    can_copy,
     empty_linears,
     full_matrix,
     has_blocked_layout,
@@ -423,17 +424,19 @@ class _Fuser:
         check: _Check,
         mean_squares: Sequence[Tensor | None],
     ) -> dict[Weights, Body]:
-        """Return bodies with quantised copies of the linear layers `linears`. A last layer that is not plain stays.
-        mean_squares: of the inputs of the first and the last matrix."""
+        """Return bodies with quantised copies of the linear layers `linears`. A matrix that cannot have a copy stays,
+        and so does a last layer that is not plain. mean_squares: of the inputs of the first and the last matrix."""
+        matrices = [("first", linears, mean_squares[0])]
+        if isinstance(body.last, LinearMap):
+            matrices = [("first", linears[:-1], mean_squares[0]), ("last", linears[-1:], mean_squares[1])]
         copies: dict[Weights, Body] = {}
         for weights in self._quantised:
-            make = partial(self._copy, weights)
-            try:
-                if isinstance(body.last, LinearMap):
-                    first = make(linears[:-1], mean_squares[0])
-                    made = replace(body, first=first, last=make(linears[-1:], mean_squares[1]))
-                else:
-                    made = replace(body, first=make(linears, mean_squares[0]))
+            able = [one for one in matrices if can_copy(weights, one[1][0].weight.shape[1])]
+            try:  # if none can, the first says why
+                copied: dict[str, Any] = {
+                    name: self._copy(weights, own, squares) for name, own, squares in able or matrices
+                }
+                made = replace(body, **copied)
                 _require_near(check.branch(made), check.expected, weights)
             except _MISFITS as misfit:
                 self._note(f"have no {weights} copy for drafts", body.sublayer, misfit)

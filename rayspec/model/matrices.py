@@ -401,6 +401,11 @@ def num_bytes(weights: Weights, num_rows: int, num_columns: int) -> int:
     return padded_rows * (num_columns // 2 + num_groups * 2 * torch.bfloat16.itemsize)
 
 
+def can_copy(weights: Weights, num_columns: int) -> bool:
+    """Return whether a matrix with so many columns can have a copy."""
+    return weights != "int4" or num_columns % _GROUP == 0
+
+
 def _group_size(num_columns: int, sizes: Sequence[int]) -> int:
     """Return the first of the sizes that divides `num_columns`. Raises ValueError if there is none."""
     size = next((size for size in sizes if num_columns % size == 0), None)

@@ -16,7 +16,7 @@ from rayspec.model.architecture import attention_calls, outline
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
 from rayspec.model.layer_bytes import Flow, decoder_layers, layer_bytes, layer_flow
-from rayspec.model.matrices import num_bytes
+from rayspec.model.matrices import can_copy, num_bytes
 from rayspec.model.sublayers import Decomposition, Sublayer, window_of
 from rayspec.model.weights import in_one_line
 from rayspec.types import ConfigError, UnsupportedModelError
@@ -208,16 +208,16 @@ def quantised_bytes(config: PretrainedConfig, weights: Weights, *, tensor: int =
 
 
 def copy_bytes(sublayer: Sublayer, weights: Weights, *, tensor: int = 1) -> int:
-    """Return the bytes of a sublayer's quantised copy on one of `tensor` ranks, 0 if its layout has none. Ranks share
+    """Return the bytes of a sublayer's quantised copies on one of `tensor` ranks, 0 if its layout has none. Ranks share
     the rows of the first matrix and the columns of the last."""
     try:
         first, last = matrices_of(sublayer.block, sublayer.kind)
         sizes = [(sum(len(each.weight) for each in first) // tensor, first[0].weight.shape[1])]
         if isinstance(last, nn.Linear):
             sizes.append((last.out_features, last.in_features // tensor))
-        return sum(num_bytes(weights, rows, columns) for rows, columns in sizes)
-    except (AttributeError, ValueError):
+    except AttributeError:
         return 0
+    return sum(num_bytes(weights, rows, columns) for rows, columns in sizes if can_copy(weights, columns))
 
 
 def _head_copy_bytes(head: nn.Module, draft_weights: Collection[Weights]) -> int:

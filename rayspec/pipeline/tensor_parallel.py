@@ -397,10 +397,12 @@ def _set(layer: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
     setattr(layer.get_submodule(owner), own_name, value)
 
 
-def _summed(share: nn.Module, group: RankGroup) -> SummedLinear:
-    """Return a layer with this rank's columns as one whose products are summed. The bias is added once."""
-    linear: Any = share
-    return SummedLinear(linear.weight, linear.bias if group.rank == 0 else None, _total)
+def _summed(share: Any, group: RankGroup) -> SummedLinear:
+    """Return a layer with this rank's columns as one whose products are summed. The bias is added once. Parameters are
+    new: DeepSpeed's refer to its layer, which keeps their memory."""
+    weight = nn.Parameter(share.weight.data, requires_grad=False)
+    bias = None if share.bias is None or group.rank > 0 else nn.Parameter(share.bias.data, requires_grad=False)
+    return SummedLinear(weight, bias, _total)
 
 
 def _total(products: Tensor) -> Tensor:

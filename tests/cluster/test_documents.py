@@ -29,7 +29,7 @@ PAGES = sorted({
 TROUBLES = "docs/troubleshooting.md"
 SOURCES = [path for folder in ("rayspec", "jobs", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
 _KEYS_OF_OTHERS = {
-    *("error_kind", "json_id", "auth_token", "min_workers", "max_workers"),  # of outputs and of Ray
+    *("error_kind", "json_id", "auth_token", "min_workers", "max_workers", "build_llm_processor"),  # of outputs, Ray
     *("bind_tools", "output_type", "use_responses_api", "web_search", "with_structured_output"),  # of clients
 }
 _KIND_ROW = re.compile(r"^\| ((?:`[a-z0-9_]+`(?:, )?)+) \|", re.MULTILINE)

@@ -56,6 +56,7 @@ class _World:
         self._check_preempted(before, step)
         self._check_pages()
         assert not {id(sequence) for sequence in step.prefill} & {id(sequence) for sequence in step.decode}
+        assert not {id(sequence) for sequence in step.preempted} & {id(sequence) for sequence in step.admitted}
         for sequence in step.admitted:
             self._require_cached(sequence, sequence.num_computed)
         for sequence, chunk in zip(step.prefill, step.chunks, strict=True):

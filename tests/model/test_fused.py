@@ -238,15 +238,19 @@ def test_few_rows_are_multiplied_by_the_own_bits_of_a_checkpoint(caplog: pytest.
     assert "option 'own_bits' has no effect" in caplog.text
 
 
-def test_a_copy_that_is_far_off_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_matrix_that_cannot_have_a_copy_stays() -> None:
     """No group of columns fits 72."""
-    fused = fuse(decompose(build("llama", intermediate_size=72)), quantised=["int8", "int4"])
-    left = [list(sublayer.quantised) for sublayer in fused.sublayers[:2]]
-    assert left == [["int8", "int4"], ["int8"]]
-    assert "4 of 8 sublayers have no int4 copy for drafts: 4 LlamaMLP (" in caplog.text
+    mlp = fuse(decompose(build("llama", intermediate_size=72)), quantised=["int8", "int4"]).sublayers[1]
+    assert isinstance(mlp.body, FusedLayer)
+    kept = {weights: copy.last is mlp.body.last for weights, copy in mlp.quantised.items()}  # type: ignore[attr-defined]
+    assert kept == {"int8": False, "int4": True}
+
+
+def test_a_copy_that_is_far_off_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(fused_layers._LARGEST_ERROR, "int4", 0.01)
     fused = fuse(modules_of(checkpoint("llama")), quantised=["int8", "int4"])
     assert all(sublayer.body is not None and list(sublayer.quantised) == ["int8"] for sublayer in fused.sublayers)
+    assert "8 of 8 sublayers have no int4 copy for drafts: 4 LlamaAttention (its error is" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])

@@ -1,5 +1,6 @@
 """Two ranks, started once, split every family in both ways; the tests look at what they reported."""
 
+import gc
 import hashlib
 import importlib
 import json
@@ -9,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
@@ -28,6 +30,7 @@ from rayspec.model.attention import pack
 from rayspec.model.fused import fuse
 from rayspec.model.graphs import StaticStep, StepGraphs
 from rayspec.model.kv_cache import KVCache
+from rayspec.model.matrices import SummedLinear
 from rayspec.model.rows import RowSpan, bucket_of, one_run
 from rayspec.model.static_rows import BatchMetadata, StepBuffers
 from rayspec.model.sublayers import Decomposition, run
@@ -115,9 +118,14 @@ def _observe(path: str, group: RankGroup, dtype: str = "float32") -> dict[str, A
         "whole heads": [shape.num_heads for shape in whole.shapes.values()],
         "ends": _bytes(split.embedding) == _bytes(whole.embedding) and _bytes(split.lm_head) == _bytes(whole.lm_head),
     }
+    lasts = [weakref.ref(m.weight) for s in split.sublayers for m in s.block.modules() if isinstance(m, SummedLinear)]
+    gc.disable()
     fused = fuse(split)
+    kept = [one for one in lasts if one() is not None]
+    gc.enable()
     actual, hidden = _logits(fused)
     return found | {
+        "kept": len(kept),
         "fused": [sublayer.index for sublayer in fused.sublayers if sublayer.body is not None],
         "fused difference": float((expected - actual).abs().max() / expected.abs().max()),
         "fused hidden": _digest(hidden),
@@ -278,6 +286,7 @@ def test_the_ranks_together_compute_what_the_whole_model_does(reports: Reports, 
         assert found["tokens"]
         assert found["fused"] == ([] if is_special else have_bodies)
         assert found["fused difference"] < 1e-5
+        assert not found["kept"] or len(found["fused"]) < len(found["heads"]) * 2, "bodies have the only weights"
         assert found["largest share"] < 1 / SIZE + 0.02
         assert [SIZE * heads for heads in found["heads"]] == found["whole heads"]
         assert found["ends"]
