@@ -119,10 +119,7 @@ REPLACED: Mapping[str, Mapping[str, str]] = {
     },
     "ProcessorConfig": {
         **dict.fromkeys(
-            (
-                *("apply_chat_template", "tokenize", "detokenize"),
-                *("chat_template_stage", "tokenize_stage", "detokenize_stage"),
-            ),
+            ("apply_chat_template", "tokenize", "detokenize", "tokenize_stage", "detokenize_stage"),
             "is not needed: the columns of a row say what it needs; leave it out",
         ),
         **dict.fromkeys(
@@ -134,7 +131,10 @@ REPLACED: Mapping[str, Mapping[str, str]] = {
         "accelerator_type": "is refused: give engine_kwargs={'parallel': {'labels': "
         "{'ray.io/accelerator-type': 'H100'}}}",
         "placement_group_config": "is refused: give engine_kwargs={'parallel': {'stages': 2, 'placement': 'SPREAD'}}",
-        "dynamic_lora_loading_path": "is refused: give engine_kwargs={'lora_modules': {'NAME': 'FOLDER'}}",
+        "chat_template_stage": "is refused: rows with 'messages' use the model's template; for another, let preprocess "
+        "make the 'prompt'",
+        "dynamic_lora_loading_path": "is refused: give engine_kwargs={'lora_modules': {'NAME': 'FOLDER'}, "
+        "'adapter': 'NAME'}, which all rows use",
         "runtime_env": "is refused: give it to ray.init() instead",
         "log_engine_metrics": "is not needed: each row has its metrics; leave it out",
     },

@@ -7,9 +7,10 @@ import math
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ from rayspec.machine import num_cores
 from rayspec.types import ConfigError, RayspecError
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
+_CONNECT_S = 10.0
 _LOSS_SIGNAL = signal.SIGURG  # ignored by default; SIGINT is ignored by background processes of a shell
 _LOST = (
     "Ray's control process (gcs_server) has ended; was it killed, or out of memory? What is written so far is kept, "
@@ -54,7 +56,7 @@ def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text:
 
     A private cluster gets a token of its own, so that nobody else on the machine can use it and no token is left in the
     home folder. Ray reads the token once, so it stays in this process's environment.
-    SIGTERM and Ctrl-C take effect after Ray has started. The earlier handlers are then in force; Ray's handler for
+    SIGTERM and Ctrl-C take effect after Ray has started here. The earlier handlers are then in force; Ray's handler for
     SIGTERM only if there was none. In the main thread, the loss of a private cluster raises ClusterLostError. Raises
     ConfigError if there is no Ray at RAY_ADDRESS, and ClusterStartError if Ray cannot start here.
     """
@@ -67,8 +69,9 @@ def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text:
                 session.callback(_leave)
             if not is_running:
                 address = os.environ.get("RAY_ADDRESS")
-                say("starting Ray on this machine" if address is None else f"connecting to Ray at {address}")
-                with _signals_wait():
+                is_here = address in (None, "", "local")
+                say("starting Ray on this machine" if is_here else f"connecting to Ray at {address}")
+                with _signals_wait() if is_here else nullcontext():
                     _start(num_cpus)
         if not is_running:
             session.enter_context(_watching())
@@ -91,8 +94,9 @@ def _leave() -> None:
 def _start(num_cpus: float) -> None:
     if (address := os.environ.get("RAY_ADDRESS")) is not None:
         try:
+            _require_listener(address)
             ray.init(logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot be used there ({error}): correct it, or unset it to start "
                 "Ray on this machine"
@@ -111,6 +115,20 @@ def _start(num_cpus: float) -> None:
             f"Ray could not start on this machine ({error}): remove the cause, or try again when the machine has less "
             "to do"
         ) from error
+
+
+def _require_listener(address: str) -> None:
+    """Raise OSError if nobody listens at HOST:PORT, where Ray would wait for ever. Other addresses pass."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in address or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+    except OSError:
+        if host not in ("127.0.0.1", "localhost"):
+            raise
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # as Ray reads the address
+        socket.create_connection((host, int(port)), _CONNECT_S).close()
 
 
 @contextmanager

@@ -206,7 +206,9 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert process.returncode == 130, errors
-    assert errors.endswith(b"interrupted: finished rows are kept in out.jsonl; run the same command again to resume\n")
+    assert errors.endswith(
+        b"interrupted: rows that were finished are kept in out.jsonl; run the same command again to resume\n"
+    )
     rows = read_rows(tmp_path / "out.jsonl")
     assert len(rows) >= 3
     assert all(row["num_output_tokens"] == 4 for row in rows.values())

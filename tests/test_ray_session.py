@@ -180,8 +180,8 @@ def errors_of_a_session(**environment: str) -> str:
     return done.stderr
 
 
-def test_an_address_without_a_ray_is_named(tmp_path: Path) -> None:
-    address = "nonsense://x"
+@pytest.mark.parametrize("address", ["nonsense://x", "127.0.0.1:1"])
+def test_an_address_without_a_ray_is_named(address: str, tmp_path: Path) -> None:
     found = errors_of_a_session(RAY_ADDRESS=address, RAY_TMPDIR=str(tmp_path))
     assert f"ConfigError: RAY_ADDRESS is '{address}', and Ray cannot be used there" in found
 

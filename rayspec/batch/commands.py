@@ -259,7 +259,8 @@ def _run(job: Job, source: Source) -> RunReport:
     try:
         return job.run(source)
     except (KeyboardInterrupt, SystemExit):
-        say(f"interrupted: finished rows are kept in {job.output}; run the same command again to resume")
+        again = "the same command without --overwrite" if job.options.overwrite else "the same command again"
+        say(f"interrupted: rows that were finished are kept in {job.output}; run {again} to resume")
         raise
 
 

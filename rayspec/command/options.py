@@ -235,8 +235,9 @@ def _flag_type(info: FieldInfo) -> Any:
 def _help(info: FieldInfo, default: Any) -> str:
     within = get_args(info.annotation)
     choices = next((get_args(one) for one in (info.annotation, *within) if get_origin(one) is Literal), ())
+    one_of = "any of" if tuple in (get_origin(info.annotation), *map(get_origin, within)) else "one of"
     text, _, usual = (info.description or "").partition("; unset: ")
-    text = "; ".join(part for part in (text, f"one of {', '.join(choices)}" if choices else "") if part)
+    text = "; ".join(part for part in (text, f"{one_of} {', '.join(choices)}" if choices else "") if part)
     if default is not False and default not in (None, (), PydanticUndefined):
         usual = ", ".join(map(str, default)) if isinstance(default, tuple) else str(default)
     return f"{text} [default: {usual}]".strip() if usual else text

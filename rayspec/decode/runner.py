@@ -44,7 +44,7 @@ _MOST_THREADS = 4096  # as of the option
 # Shares of its time that a thread waits for a core: above the first the cores are busy, below the second they are not.
 _BUSY, _IDLE = 0.2, 0.05
 _LOOK_EVERY_S, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 1.0, 30.0
-_MAX_OPERATOR_S = 10.0  # an interrupt waits no longer for the work to end
+_MAX_OPERATOR_S, _INTERRUPT_AGAIN_S = 10.0, 0.5  # how long, and how often, an interrupt waits for the work to end
 # Rows from which on a pass has work for all cores: chunks of prompts, and plan searches.
 _MANY_ROWS = 64
 
@@ -147,20 +147,24 @@ def in_thread_of_its_own(work: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            result.set_result(work())
+            found = work()
         except BaseException as error:  # noqa: BLE001 - it is raised by the caller
             result.set_exception(error)
+        else:
+            result.set_result(found)
 
     thread = threading.Thread(target=run, name="rayspec-load", daemon=True)
     try:
         thread.start()
-        return result.result()
+        found = result.result()
     except (KeyboardInterrupt, SystemExit):  # a Python that ends while a thread is inside torch aborts
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+        until = time.monotonic() + _MAX_OPERATOR_S
+        while thread.is_alive() and time.monotonic() < until:  # Python drops an exception that meets a finalizer
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+            thread.join(_INTERRUPT_AGAIN_S)
         raise
-    finally:
-        if thread.is_alive():
-            thread.join(_MAX_OPERATOR_S)
+    thread.join()
+    return found
 
 
 TokenIds: TypeAlias = Sequence[int] | Tensor

@@ -72,7 +72,7 @@ def test_help_shows_the_defaults_of_the_option_groups() -> None:
     assert ", static, ar, " in text
     assert "[default: auto]" in text
     assert "unset: " not in text
-    assert "; one of skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
+    assert "; any of skip, int8, int4, window, pages [default: skip, int4, window, pages]" in text
 
 
 @pytest.mark.parametrize("option", ["model", "tokenizer"])
