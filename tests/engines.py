@@ -437,7 +437,7 @@ def plant_trees(
     def planted(entry: RoundEntry) -> RoundEntry:
         if rng.random() < 0.2:
             return entry
-        _, request_id, index = entry.sequence_id.split("/")
+        _, request_id, index = entry.sequence_id.rstrip("+").split("/")  # after preemptions
         live = engine._requests[request_id]
         expected = known[request_id, int(index)][entry.length - len(live.prompt_token_ids) :]
         limit = min(max_tokens, entry.max_tree_tokens)

@@ -39,15 +39,19 @@ def num_committed(folder: Path) -> int:
     return len(committed(folder))
 
 
+AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
+
+
 def processes_of(folder: Path) -> list[str]:
-    """Command lines of what still runs with the folder in its command line or environment."""
+    """Command lines of what still runs with the folder in its command line or environment. Ray's agents are left out:
+    they end by themselves, about a minute after a driver was killed."""
     lines = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             line, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
         except OSError:
             continue
-        if str(folder).encode() in line + environment:
+        if str(folder).encode() in line + environment and not line.startswith(AGENTS):
             lines.append(line.replace(b"\0", b" ").decode(errors="replace"))
     return lines
 
