@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,7 +56,7 @@ def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text:
 
     A private cluster gets a token of its own, so that nobody else on the machine can use it and no token is left in the
     home folder. Ray reads the token once, so it stays in this process's environment.
-    SIGTERM and Ctrl-C take effect after Ray has started here. The earlier handlers are then in force; Ray's handler for
+    SIGTERM and Ctrl-C take effect after Ray has started. The earlier handlers are then in force; Ray's handler for
     SIGTERM only if there was none. In the main thread, the loss of a private cluster raises ClusterLostError. Raises
     ConfigError if there is no Ray at RAY_ADDRESS, and ClusterStartError if Ray cannot start here.
     """
@@ -69,9 +69,9 @@ def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text:
                 session.callback(_leave)
             if not is_running:
                 address = os.environ.get("RAY_ADDRESS")
-                is_here = address in (None, "", "local")
+                is_here = address in {None, "", "local"}
                 say("starting Ray on this machine" if is_here else f"connecting to Ray at {address}")
-                with _signals_wait() if is_here else nullcontext():
+                with _signals_wait():
                     _start(num_cpus)
         if not is_running:
             session.enter_context(_watching())

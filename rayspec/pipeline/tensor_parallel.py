@@ -333,7 +333,7 @@ def _split_by_deepspeed(
     for layer in layers:  # which drafts may then run by quantised copies
         for name, module in [*layer.named_modules()]:
             if type(module).__name__ == "LinearAllreduce":
-                _set(layer, name, _summed(module, group))
+                _set(layer, name, _summed_share(module, group))
 
 
 # transformers' plan
@@ -375,7 +375,7 @@ def _apply_style(
     elif isinstance(target, nn.Linear) and style in _ROW_STYLES:
         target.weight = _share(target.weight, 1, (target.in_features,), group)
         target.in_features = target.weight.shape[1]
-        _set(layer, name, _summed(target, group))
+        _set(layer, name, _summed_share(target, group))
     elif isinstance(target, nn.Parameter) and style in _ROW_STYLES | {"packed_colwise"}:
         packed = style == "packed_colwise"
         dim = -2 if packed else -1
@@ -397,7 +397,7 @@ def _set(layer: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
     setattr(layer.get_submodule(owner), own_name, value)
 
 
-def _summed(share: Any, group: RankGroup) -> SummedLinear:
+def _summed_share(share: Any, group: RankGroup) -> SummedLinear:
     """Return a layer with this rank's columns as one whose products are summed. The bias is added once. Parameters are
     new: DeepSpeed's refer to its layer, which keeps their memory."""
     weight = nn.Parameter(share.weight.data, requires_grad=False)
