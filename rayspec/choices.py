@@ -1,5 +1,4 @@
-"""How a draft may run a sublayer: in full, not at all, or with quantised weights or fewer keys. Standard library
-only."""
+"""How a draft may run a sublayer: in full, not at all, or with quantised weights or fewer keys. No dependencies."""
 
 from __future__ import annotations
 

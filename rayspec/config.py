@@ -440,8 +440,7 @@ class SpeculationOptions(Options):
 
     @property
     def num_tap_tokens(self) -> int:
-        """Number of tokens with a tap: their hidden states at all sublayer boundaries are kept for the strategy. With
-        knn-ssd, this number is for each sequence."""
+        """Number of tokens whose hidden states are kept at all sublayer boundaries; knn-ssd: of each sequence."""
         if self.strategy in ("clasp", "knn-ssd"):
             return 1
         return self.num_search_tokens or (32 if self.strategy == "swift" else 8)
@@ -544,8 +543,7 @@ LARGE_GPU_BYTES = 70 * 2**30
 
 
 class EngineConfig(Options):
-    """Options of one engine: its model, device, capacity and speculation. Names of vLLM's are taken too, see
-    `vllm_names`."""
+    """Options of one engine: its model, device, capacity and speculation. It takes names of vLLM's (`vllm_names`)."""
 
     model: str = Field(description="folder, GGUF file, Hugging Face hub id such as Qwen/Qwen3-8B, smollm2 or demo")
     tokenizer: str | None = Field(None, description="folder or hub id; unset: the model's own")
@@ -656,8 +654,7 @@ class EngineConfig(Options):
         return self
 
     def sized(self, gpu_bytes: int | None) -> Self:
-        """Return the config with numbers where `max_num_seqs` and `max_num_batched_tokens` are unset. gpu_bytes: memory
-        of the GPU that runs the engine; None: it runs on a CPU."""
+        """Return the config with sizes set. gpu_bytes: memory of the GPU that runs the engine; None: on a CPU."""
         size = 0 if gpu_bytes is None else 2 if gpu_bytes >= LARGE_GPU_BYTES else 1
         return self.replace(
             max_num_seqs=self.max_num_seqs or _MAX_NUM_SEQS[size],
@@ -736,10 +733,8 @@ class Settings:
     sampling: SamplingParams
 
     def resolved(self, engine: EngineConfig | None = None) -> dict[str, Any]:
-        """Return the options as plain values of a config file. engine: the config of the running engine, if any.
-
-        The model has the name that the user gave, and `parallel` the value: the engine may be one of a pool.
-        """
+        """Return the options as plain values of a config file, with the names of model and `parallel` that the user
+        gave. engine: the config of the running engine, which may be one of a pool."""
         asked = self.engine.model_dump(mode="json")
         options = asked if engine is None else engine.model_dump(mode="json")
         asked = {"model": asked["model"], "parallel": asked["parallel"]}

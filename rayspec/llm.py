@@ -225,8 +225,7 @@ class LLM:
         return self.default_sampling_params
 
     def chat_tokens(self, messages: Sequence[Message], rendering: Rendering = _PLAINLY) -> list[int]:
-        """Return the prompt tokens of a conversation. Raises InvalidMessagesError, and ConfigError if there is no chat
-        template."""
+        """Return the prompt tokens of a conversation. Raises InvalidMessagesError; ConfigError without a template."""
         if rendering.template is None:
             if not self.tokenizer.chat_template:
                 raise ConfigError(f"the tokenizer of {self.config.model!r} has no chat template: use generate()")
@@ -353,8 +352,7 @@ class LLM:
         return [outputs[one.request_id] for one in asked]
 
     def _run(self, source: Iterator[Request], *, at_once: int) -> Generator[RequestOutput, None, None]:
-        """at_once: how many requests of the source are submitted together. With 1, each is submitted before the source
-        is asked for the next, which may take its time."""
+        """at_once: requests submitted together. With 1, each is submitted before the source is asked for the next."""
         # Receives the new output of streaming requests, and the futures that are done.
         arrived: queue.SimpleQueue[RequestOutput | Future[RequestOutput]] = queue.SimpleQueue()
         running: dict[Future[RequestOutput], Request] = {}
@@ -396,11 +394,8 @@ def _unobserved() -> AbstractContextManager[Observe]:
 
 
 class AsyncEngine:
-    """The engine of an LLM, for coroutines. Many of them submit prompts, and one engine loop runs all.
-
-    client: says what the engine does, and whether it lives. observing: gives what gets every output of a request, while
-    the request runs.
-    """
+    """The engine of an LLM, for coroutines: one engine loop runs all of them. client: says what the engine does, and
+    whether it lives. observing: gives what gets every output of a request, while the request runs."""
 
     def __init__(self, llm: LLM, observing: Callable[[], AbstractContextManager[Observe]] = _unobserved) -> None:
         self.llm, self._observing = llm, observing
@@ -420,8 +415,7 @@ class AsyncEngine:
         return text_tokens(prompt, self.tokenizer)
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = _PLAINLY) -> list[int]:
-        """Return the prompt tokens of a conversation, see `conversation_tokens`. Raises InvalidMessagesError;
-        ConfigError without a template."""
+        """Return the prompt tokens of a conversation, see `LLM.chat_tokens`."""
         return self.llm.chat_tokens(messages, rendering)
 
     @property

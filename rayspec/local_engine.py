@@ -77,8 +77,7 @@ def way_of(engine: Engine) -> Literal["drafts", "copies", "plain"]:
 
 
 def load_adapter(engine: Engine | None, name: str, folder: str) -> None:
-    """Load another adapter into an engine of this process, while it runs. Raises ConfigError where the model is not in
-    this process or does not split, and CheckpointError."""
+    """Load another adapter into a running engine. Raises ConfigError if it cannot take one, and CheckpointError."""
     stages = None if engine is None else engine.stages
     if engine is None or not isinstance(stages, LocalStages):
         raise ConfigError(f"adapter {name!r} is not loaded, and this engine takes no more: name it in 'lora_modules'")
@@ -87,11 +86,9 @@ def load_adapter(engine: Engine | None, name: str, folder: str) -> None:
 
 
 def engine_like(engine: Engine, config: EngineConfig) -> Engine | None:
-    """Make another engine with the weights, the tokenizer and the context length of `engine`, but with its own KV
-    cache. config: must name the same model, data type and device. Return None if the weights cannot be shared: they
-    are offloaded, in shards, not split into sublayers, or lack copies that drafts of `config` need. Raises ConfigError
-    for options that the model cannot serve.
-    """
+    """Make another engine with the weights and the tokenizer of `engine`, but with its own KV cache. config: must name
+    the same model, data type and device. Return None if weights cannot be shared, or copies for drafts are missing.
+    Raises ConfigError for options that the model cannot serve."""
     stages = engine.stages
     if not isinstance(stages, LocalStages) or config.offload is not None or config.parallel is not None:
         return None
@@ -149,8 +146,7 @@ def _local_engine(
 
 
 def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, info: ModelInfo) -> Engine:
-    """Make the engine of a model that does not split. Its drafts, if any, are copied or recycled. reason: why it does
-    not split."""
+    """Make the engine of a model that does not split, for this reason. Its drafts are copied or recycled, if any."""
     config = for_undivided(config, reason)
     asked = asked_threads(config.num_threads)
     threads = Threads.of_all_passes(asked or num_cores())

@@ -31,8 +31,7 @@ _RECLAIMABLE = {
 
 
 def bytes_available(root: Path = _ROOT) -> int:
-    """Return the bytes that can still be allocated: what the machine has, or what a control group of this process
-    leaves if that is less. Page cache counts as free, because the kernel gives it up."""
+    """Return the bytes that this process can still allocate. Page cache counts as free, as the kernel gives it up."""
     left = [limit - used for limit, used in _memory_limits(root)]
     return max(0, min([_meminfo(root)["MemAvailable"], *left]))
 
@@ -56,9 +55,8 @@ def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
 
 
 def take_long_turns() -> None:
-    """Ask for long turns of this thread on a busy core: caches are cold at the start of each, so decoding makes more
-    tokens in a second of the core with fewer turns. The thread's share of the core stays as it is. Threads that it
-    starts have long turns, too. Kernels before Linux 6.12 take no notice."""
+    """Ask for long turns of this thread, and of those that it starts, on a busy core, with the same share of it: caches
+    are cold at the start of a turn. Kernels before Linux 6.12 take no notice."""
     if (numbers := _SCHEDULING.get(platform.machine())) is None:
         return
     set_attributes, get_attributes = numbers
@@ -72,8 +70,7 @@ def take_long_turns() -> None:
 
 
 def waited_for_core_s() -> float:
-    """Return how long this thread has waited for a core since it began, in seconds; 0.0 where the kernel does not
-    tell."""
+    """Return how many seconds this thread has waited for a core since it began; 0.0 where the kernel does not tell."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):
@@ -81,8 +78,7 @@ def waited_for_core_s() -> float:
 
 
 def user_folder(folder: str | None) -> Path:
-    """Return the folder of measurements and of fetched models, by default in the user's cache. Raises ConfigError for a
-    user without a home."""
+    """Return the folder of measurements and fetched models. Raises ConfigError for a user without a home."""
     if folder:
         return Path(folder)
     if cache := os.environ.get("XDG_CACHE_HOME"):
@@ -115,16 +111,14 @@ def cpu_name(root: Path = _ROOT) -> str:
 
 
 def cpu_class(root: Path = _ROOT) -> str:
-    """Return the instructions for matrix products that the processor has: "AMX", "AVX-512 BF16", "AVX-512", "AVX2",
-    "Arm BF16" or "other"."""
+    """Return the processor's instructions for matrix products: "AMX", ..., "Arm BF16" or "other"."""
     flags = set((_cpuinfo(root, "flags") or _cpuinfo(root, "Features")).split())
     classes = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
     return next((name for flag, name in (classes | {"bf16": "Arm BF16"}).items() if flag in flags), "other")
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the folder and the version, 1 or 2, of each control group of this process that limits what `controller`
-    manages: its own group and all above it."""
+    """Yield the folder and version of each control group of this process that limits what `controller` manages."""
     own = {
         "" if number == "0" else name: path
         for number, controllers, path in (line.split(":", 2) for line in _lines(root / "proc/self/cgroup"))

@@ -150,8 +150,7 @@ def _own_groups() -> Iterator[None]:
 
 
 def forget_reserved_threads() -> None:
-    """In an actor, remove OMP_NUM_THREADS from the environment if Ray has set it: to the CPUs that the actor reserves,
-    which are no limit of its engine."""
+    """In an actor, remove Ray's OMP_NUM_THREADS: its reserved CPUs are no limit of the engine."""
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
     if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")):
@@ -160,10 +159,8 @@ def forget_reserved_threads() -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Delay SIGTERM and SIGINT to the end of a block that starts Ray; a second signal ends the process at once.
-
-    An exception that a handler raises inside ray.init leaves processes behind, or is lost in a callback.
-    """
+    """Delay SIGTERM and SIGINT to the end of a block that starts Ray; a second signal ends the process at once. An
+    exception inside ray.init leaves processes behind, or is lost in a callback."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

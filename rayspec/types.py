@@ -192,8 +192,7 @@ class EngineStats(DraftCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The present load of an engine. num_running, num_waiting: sequences, of which a request with n > 1 has several.
-    Tokens are slots of the KV cache."""
+    """The present load of an engine. Requests with n > 1 count as n; tokens are slots of the KV cache."""
 
     num_running: int
     num_waiting: int
@@ -248,8 +247,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """vLLM's name of an adapter in a call: one of option `lora_modules`, or the folder of another. lora_int_id has no
-    effect."""
+    """vLLM's name of an adapter: one of option `lora_modules`, or the folder of another. lora_int_id has no effect."""
 
     lora_name: str
     lora_int_id: int = 0
@@ -265,8 +263,7 @@ class RequestMetrics(DraftCounts):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated text, with the fields of vLLM's class. `cumulative_logprob` is of the whole text, even if this
-    output has only a part of the text."""
+    """One generated text, as vLLM's class. `cumulative_logprob` is of the whole text, also in a part of it."""
 
     index: int
     text: str

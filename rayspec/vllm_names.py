@@ -36,8 +36,7 @@ class Argument:
 
 
 def _table(name: str) -> dict[str, Argument]:
-    """Return a table of `vllm_names.json`: of each argument why it is refused, `unless` it has one of these values, or
-    why it has no effect."""
+    """Return a table of `vllm_names.json`: arguments that are refused `unless` they have a value, or have no effect."""
     return {
         argument: Argument(
             does=entry.get("refused") or entry["no effect"],
@@ -100,8 +99,7 @@ METHODS: Mapping[str, str] = {
 
 
 def from_vllm(given: Mapping[str, Any], table: Mapping[str, Argument], own: Collection[str]) -> dict[str, Any]:
-    """Return the options with vLLM's names replaced by ours. own: names of our options, which stay. Raises ConfigError
-    for an argument that is refused, and for one whose option is given too."""
+    """Return the options by our names. own: our names, which stay. Raises ConfigError if refused or given twice."""
     options = {name: value for name, value in given.items() if name not in table or name in own}
     for name, values in SAME_NAME.items():
         if name in own and _lookup(options.get(name, _ABSENT), values) is not _ABSENT:

@@ -111,6 +111,7 @@ def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Any, tmp_
         (["-o", "out.jsonl", *PLAIN, "--truncate"], "error: option '--truncate' is now '--long truncate'; help: "),
         (["-o", "/proc/out.jsonl", *PLAIN], "error: option 'output' is '/proc/out.jsonl.run', which cannot be used"),
         ([".", "-o", "in.jsonl", "--overwrite", *PLAIN], "error: option 'output' is 'in.jsonl', which is an input too"),
+        (["-o", "file://{here}/in.jsonl", "--overwrite", *PLAIN], "in.jsonl', which is an input too: choose another"),
         (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),
         (["-o", "out.jsonl", *PLAIN, "--prompt", "Sum up"], "error: option 'prompt' is 'Sum up': it must hold {text}"),
         (["-o", "out.jsonl", *FAST, "--modle", "x"], "error: no such option: --modle"),
@@ -124,7 +125,7 @@ def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Any, tmp_
 )
 def test_wrong_usage_is_one_line_and_code_2(run: Any, tmp_path: Path, arguments: list[str], message: str) -> None:
     before = write_rows(tmp_path / "in.jsonl", *report_rows(1)).read_bytes()
-    result = run("summarize", "in.jsonl", *arguments)
+    result = run("summarize", "in.jsonl", *(one.format(here=tmp_path) for one in arguments))
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     if message.startswith("error:"):

@@ -82,11 +82,8 @@ def run_demo(
 
 
 def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, backend: LocalBackend) -> SideBySide:
-    """Summarize documents with plain decoding, then with `auto`, one document at a time, in float32. Models other than
-    the bundled ones are asked for key facts.
-
-    documents: by their names in `output / "documents"`. Raises the errors of `Job.run`.
-    """
+    """Summarize documents, by their names in `output / "documents"`, in float32, one at a time: plainly, then with
+    `auto`. Other models than the bundled ones are asked for key facts. Raises the errors of `Job.run`."""
     is_bundled = model in BUNDLED
     rows: dict[Strategy, dict[str, Row]] = {strategy: {} for strategy in _FOLDERS}
     stats: dict[Strategy, EngineStats] = {}
@@ -130,8 +127,7 @@ def _keep(found: dict[str, Row], read: Callable[[], Iterable[Row]], _: Location)
 
 
 def example_files(folder: Path, *, pages: bool) -> dict[str, SampleDocument]:
-    """Write the example documents into a folder of their own, and return them by file name. Raises ConfigError for a
-    folder that has other files."""
+    """Write the examples into a folder, and return them by file name. Raises ConfigError if it has other files."""
     documents = {f"{one.id}.txt": one for one in demo.example_documents(pages=pages)}
     known = {*documents, *(f"{one.id}.txt" for one in demo.example_documents(pages=not pages))}
     if folder.exists() and (others := {path.name for path in folder.iterdir()} - known):
@@ -193,8 +189,7 @@ class SideBySide:
 
     @property
     def rates(self) -> dict[str, tuple[float, float, float]]:
-        """Tokens per second of plain decoding and of the fast strategy, and the gain: without and with the time for
-        prompts."""
+        """Tokens per second of both runs, and the gain: without and with the time for prompts."""
         found = {}
         for name, has_prompts in (("decoding", False), ("prompts included", True)):
             plain, fast = (

@@ -34,10 +34,9 @@ def summary_prompt(model: str) -> str:
 class PromptBuilder:
     """Makes prompts from rows.
 
-    template: the prompt, in which "{text}" stands for the document. chat: the prompt becomes a user's message if the
-    tokenizer has a chat template. max_prompt_tokens: documents with longer prompts are cut at their end; None leaves
-    documents whole, and the engine refuses prompts that do not fit. system: the first message of each chat without one;
-    it needs a chat template.
+    template: the prompt, in which "{text}" stands for the document. chat: it becomes a user's message if there is a
+    chat template. max_prompt_tokens: longer documents are cut at their end; None: the engine refuses them. system: the
+    first message of each chat without one; it needs a chat template.
     """
 
     llm: LLM | AsyncEngine
@@ -85,9 +84,8 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentTask:
-    """The task of completing a prompt for each document. template, chat, system: as for PromptBuilder. long: how
-    documents that exceed the context are treated. instruct: tell the model that it reads a part of a longer document.
-    prompt_template: the Jinja template that has made the documents of columns."""
+    """The task of completing a prompt for each document. template, chat, system: as for PromptBuilder. instruct: tell
+    the model that it reads a part. prompt_template: the Jinja template that has made the documents of columns."""
 
     settings: Settings
     template: str
@@ -116,10 +114,8 @@ class DocumentTask:
         }
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Make the handler of rows. An error that the row causes is stored in the row. A conversation is never cut.
-
-        Raises ConfigError for options that cannot work with this context.
-        """
+        """Make the handler of rows, in which it stores their errors. Raises ConfigError if options do not fit the
+        context."""
         params = self.settings.sampling
         prompts = PromptBuilder(llm=engine, template=self.template, chat=self.chat, system=self.system)
         # With room for a whole output; for one token of it, where it may fill the context.

@@ -1,8 +1,4 @@
-"""Reads the input: texts, documents, and rows of JSON, CSV, Parquet and Arrow files. A bad row or file becomes an error
-row.
-
-Text is in UTF-8, with or without a byte-order mark.
-"""
+"""Reads the input: texts in UTF-8, documents, and rows of files. A bad row or file becomes an error row."""
 
 from __future__ import annotations
 
@@ -16,10 +12,11 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import PurePosixPath
 from typing import IO, Any, NamedTuple, cast
@@ -54,8 +51,7 @@ _extractor = Sandbox(most_s=120, most_bytes=2**32)
 
 
 def file_type(file_name: str) -> tuple[str, bool] | None:
-    """Return the suffix of a file name, in lower case and without ".gz", and whether the content is in gzip's format;
-    None for a type that cannot be read."""
+    """Return the suffix, in lower case and without ".gz", and whether the file is zipped; None if not known."""
     path = PurePosixPath(file_name.lower())
     if path.suffix == GZIP_SUFFIX:
         suffix = PurePosixPath(path.stem).suffix
@@ -67,11 +63,9 @@ def file_type(file_name: str) -> tuple[str, bool] | None:
 class Piece:
     """The part of the input that one task reads: a file, some row groups of a Parquet file, or rows in memory.
 
-    path: an absolute path or URI. name: of the file in rows and errors, its path below the folder that all inputs
-    share. It is the same for a relative path, an absolute path, a symbolic link to a folder and another mount point.
-    groups: the first row group and the number of row groups; None is the whole file. num_before: rows of the file
-    before the first row group. rows: the rows themselves, where there is no file. table: the table whose data file has
-    the name `path`.
+    path: absolute, or a URI. name: of the file in rows and errors, its path below the folder that all inputs share, so
+    that it is the same on another mount point. groups: the first row group and their number; None: the whole file.
+    num_before: rows before these groups. rows: instead of a file. table: the table that has the data file `path`.
     """
 
     path: str = ""
@@ -123,12 +117,11 @@ def _digest(content: bytes) -> str:
 def read_piece(
     piece: Piece, columns: Columns, wanted: AbstractSet[int] | None = None, *, with_text: bool = True
 ) -> Iterator[tuple[int, Row]]:
-    """Yield the rows of a piece, each with its number in the file, from 1 on. If the file cannot be read or ends early,
-    an error row with number 0 replaces the rows that are missing.
+    """Yield the rows of a piece, each with its number in the file, from 1 on; 0: the single row of a text file. An
+    error row with number 0 replaces the rows that cannot be read.
 
-    wanted: read only the rows with these numbers; 0 is the number of the single row of a text file. Then an error of
-    the file yields an error row only if wanted rows are missing. with_text: False leaves out the texts of PDF, Word and
-    HTML files, which take long. Raises ConfigError for a URI of an unknown kind.
+    wanted: read only the rows with these numbers; an error row stands only for missing ones. with_text: False leaves
+    out the texts of PDF, Word and HTML files, which take long. Raises ConfigError for a URI of an unknown kind.
     """
     if piece.rows:
         yield from ((n, row) for n, row in enumerate(piece.rows, start=1) if wanted is None or n in wanted)
@@ -250,8 +243,8 @@ def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
         )
 
 
-def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
-    """Yield the rows after the first line, which names the columns. An empty cell is null."""
+def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",") -> _Numbered:
+    """Yield the rows after the header. An empty cell is null. usual: the delimiter if the header has none."""
     wrapped = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
     def limited() -> Iterator[str]:
@@ -265,7 +258,7 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     first = next(lines, "")
     if "\0" in first[:4]:
         raise _like_utf16(piece.name)
-    delimiter = max(",;\t", key=first.count)
+    delimiter = max(usual, *",;\t", key=first.count)
     rows = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
     _check_unique(rows.fieldnames or (), columns, piece)
     for number in itertools.count(1):
@@ -297,7 +290,12 @@ def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     yield from _of_batches((_validated(batch.select(names)) for batch in batches), piece)
 
 
-_ROW_READERS = {".json": _json_rows, ".csv": _csv_rows, ".tsv": _csv_rows, ".arrow": _arrow_rows}
+_ROW_READERS: Mapping[str, Callable[[IO[bytes], Piece, Columns], _Numbered]] = {
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": partial(_csv_rows, usual="\t"),
+    ".arrow": _arrow_rows,
+}
 
 
 def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:

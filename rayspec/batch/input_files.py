@@ -25,8 +25,7 @@ _ABOUT_OTHERS = re.compile(r"(dataset_info|dataset_dict|state|manifest)\.json|ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """Files in the order in which they are read, each once. warning: to the user, about files in folders and patterns
-    that are left out; None if there are none."""
+    """Files in reading order, each once. warning: which files in folders and patterns are left out, if any."""
 
     files: tuple[Piece, ...]
     warning: str | None = None
@@ -71,10 +70,9 @@ def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFi
 
 
 class _Search:
-    """found: files by the parts of their canonical path, so that each is there once; a piece in place of a data file of
-    a table, and a name in place of a file that no store answers for. useless: inputs among these that cannot be read,
-    with the reason. left_out: suffixes of the files of unknown types, by absolute name. bases: canonical paths of the
-    inputs' base folders."""
+    """found: files by the parts of their canonical path; a piece in place of a data file of a table, and a name in
+    place of a file that no store answers for. useless: reasons why some of these cannot be read. left_out: suffixes of
+    unknown types, by absolute name. bases: canonical paths of the inputs' base folders."""
 
     def __init__(self, outputs: Iterable[str]) -> None:
         self.found: dict[tuple[str, ...], Location | Piece | str] = {}
@@ -128,8 +126,7 @@ class _Search:
         return (*self.bases[-1], *PurePosixPath(place.path).parts[self._num_base_parts :])
 
     def _keep_known(self, files: Iterable[Location], unreadable: Iterable[Location]) -> int:
-        """Keep the files of known types, the data files of tables and the unreadable folders; record the others. Return
-        how many are kept."""
+        """Keep known files, data files of tables and unreadable folders, and record the others. Return how many."""
         kept: list[tuple[tuple[str, ...], Location | Piece]] = [(self._canonical(one), one) for one in unreadable]
         ours = {self._canonical(file): file for file in files}
         for output in self._outputs:
@@ -158,8 +155,7 @@ class _Search:
         return len(kept)
 
     def _of_earlier_jobs(self, ours: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
-        """Return what jobs wrote below the input. If a job's folder is the input, its merged file is read, or else the
-        rows that it has so far."""
+        """Return what jobs wrote below the input. Of a job that is the input, its merged file is read, or its rows."""
         parts_of_jobs = (parts for parts in ours if parts[-2:-1] == (ROWS,) and re.fullmatch(PART_NAME, parts[-1]))
         jobs = {parts[:-2] for parts in parts_of_jobs if (*parts[:-2], MANIFEST) in ours}
         below = {job for job in jobs if len(job) > len(self.bases[-1])}

@@ -69,9 +69,8 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows of a job: those in `files`, or else `rows`, error rows among them. limit: number of rows to take from
-    the beginning. sample: share of these rows to take, chosen by a hash of their ids, so that every run takes the same
-    rows."""
+    """The rows of a job: those in `files`, or else `rows`, error rows among them. limit: rows to take from the
+    beginning. sample: share of these rows to take, the same ones in every run."""
 
     files: Sequence[Piece] = ()
     columns: Columns = field(default_factory=Columns)
@@ -110,11 +109,8 @@ def numbers_by_piece(left: pa.Table) -> dict[int, frozenset[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The wanted rows of an input, in order. rows: a table of SCAN_SCHEMA without errors; `piece` and `number` say
-    where a row is, and `number` is 0 where the piece is one row. errors: rows that could not be read.
-
-    A row takes the memory of its id and about 40 bytes.
-    """
+    """The wanted rows of an input, in order. rows: a table of SCAN_SCHEMA without errors, about 40 bytes a row and its
+    id; `number` is 0 where the piece is one row. errors: rows that could not be read."""
 
     rows: pa.Table
     pieces: Sequence[Piece]
@@ -128,8 +124,7 @@ class Scan:
 
 
 def scan_pieces(pieces: Sequence[Piece], first: int, columns: Columns, limit: int | None) -> Iterator[pa.Table]:
-    """Yield tables of SCAN_SCHEMA with the rows of some pieces, up to `limit` rows. first: the index of the first of
-    these pieces."""
+    """Yield tables of SCAN_SCHEMA with at most `limit` rows of some pieces. first: the index of the first piece."""
     num_left = sys.maxsize if limit is None else limit
     for index, piece in enumerate(pieces, start=first):
         rows = ((number, row.without_input()) for number, row in read_piece(piece, columns, with_text=False))
@@ -147,12 +142,9 @@ def scan_pieces(pieces: Sequence[Piece], first: int, columns: Columns, limit: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """An input compared with the rows that are done.
-
-    left: indices of the scanned rows that are not done. errors: rows that could not be read, and rows with the id of
-    another row. changed: indices of the scanned rows that are done and now have another text, by their ids. absent: ids
-    of done rows that the input no longer has.
-    """
+    """An input compared with the rows that are done. left: indices of scanned rows that are not done. errors: rows that
+    could not be read, and rows with the id of another row. changed: indices of done rows whose text has changed, by id.
+    absent: ids of done rows that the input no longer has."""
 
     left: Sequence[int]
     errors: Sequence[Row]
@@ -175,11 +167,9 @@ class Comparison:
 def compared(scan: Scan, done: pa.Table, *, is_whole: bool = True) -> Comparison:
     """Compare an input with the rows that are done.
 
-    done: `id` and `input_hash` of rows; an unknown hash is null. is_whole: `scan` is of the whole input, so that a done
-    row that is not in `scan` is absent from the input.
-
-    Of several rows with the same id, one keeps the id: the row with the text that was done, or else the first. A row
-    that stands twice is one row.
+    done: `id` and `input_hash` of rows; an unknown hash is null. is_whole: done rows that are not in `scan` are absent.
+    Of several rows with the same id, the row with the text that was done keeps it, or else the first. A row that stands
+    twice is one row.
     """
     ids, hashes = scan.rows["id"].to_pylist(), scan.rows["input_hash"].to_pylist()
     done_hashes: dict[str, str | None] = dict(zip(done["id"].to_pylist(), done["input_hash"].to_pylist(), strict=True))
@@ -297,14 +287,12 @@ class JobTask(RowTask, Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The options that decide the content of the rows, as JSON values. All rows of an output folder have the same
-        identity."""
+        """The options that decide the content of the rows, as JSON values: the same in a whole output folder."""
 
 
 class Drain:
-    """The end of a job on SIGTERM: rows under way may finish within a grace period, and no new rows begin. A second
-    signal, or the end of the grace period, ends the process at once. requested: the signal has come. on_request: called
-    then."""
+    """The end of a job on SIGTERM: no new rows begin, and rows under way may finish within a grace period. A second
+    signal ends the process at once. on_request: called at the first."""
 
     def __init__(self, grace_s: float) -> None:
         self.requested = False
@@ -313,8 +301,7 @@ class Drain:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Call `on_request` at the first SIGTERM inside the block. Enter the block after Ray has started, because Ray
-        replaces the signal handler."""
+        """Call `on_request` at the first SIGTERM in the block. Enter it after Ray's start, which sets a handler."""
         before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGALRM)}
         signal.signal(signal.SIGTERM, self._take)
         signal.signal(signal.SIGALRM, self._end)
@@ -364,11 +351,10 @@ class JobOptions(Options):
 
 
 class CompletedRows:
-    """Gives a block an iterator over completed rows, in no particular order. Reading begins with the block.
+    """Gives a block an iterator over completed rows, in no particular order, and raises the errors of reading.
 
-    submit: gives a row to the engines. num_wanted: number of rows under way at a time. idle: called every second in
-    which no row comes. When the engines take no more rows, reading ends. The iterator still yields the rows under way,
-    some of which are not final (`Row.is_final`). It raises the errors of reading.
+    submit: gives a row to the engines. num_wanted: rows under way at a time. idle: called every second in which no row
+    comes. When the engines take no more rows, the rows under way come, of which some are not final (`Row.is_final`).
     """
 
     def __init__(
@@ -487,12 +473,10 @@ class Job:
         return RowEngineFactory(self.task, dtype=dtype, texts=texts)
 
     def run(self, source: Source) -> RunReport:
-        """Run until every row is in the output. Rows of an earlier run of the same job are not done again. A run that
-        ends early keeps its rows, and the next run continues with the others.
+        """Run until every row is in the output. A run that ends early keeps its rows, and the next run does the others.
 
         Raises ConfigError before an engine starts, if the output folder holds another job, or if the input has changed
-        and `changed` is "fail". Raises EngineDeadError if engines died too often, OutputError if rows cannot be
-        written, CheckpointError, and SystemExit on SIGTERM.
+        and `changed` is "fail". Raises EngineDeadError, OutputError, CheckpointError, and SystemExit on SIGTERM.
         """
         location, merged, file_format = output_places(self.output, self.options.format)
         report, drain = RunReport(), Drain(self.options.drain_s)
@@ -527,8 +511,7 @@ class Job:
         return report
 
     def _catch_up(self, source: Source, folder: RunFolder, report: RunReport) -> pa.Table:
-        """Take all rows that need no engine: rows of earlier runs, unreadable rows, duplicates. Return the scanned rows
-        that are left. Raises ConfigError."""
+        """Take all rows that need no engine, and return the scanned rows that are left. Raises ConfigError."""
         scan = self.backend.scan(source)
         found = compared(scan, folder.parts.done, is_whole=source.is_whole)
         changes = found.describe()
@@ -609,8 +592,7 @@ class Job:
         return {_FILES: {"hash": before}}
 
     def _within_budget(self, first: Sequence[Row], rows: Generator[Row], report: RunReport) -> Generator[Row]:
-        """Yield the first rows and the others while the budgets last, with an estimate of the tokens of rows under way.
-        One row is always begun, so that each run gets further."""
+        """Yield rows while the budgets last, with an estimate for rows under way; at least one, so that runs end."""
         options, num_begun, begun_tokens = self.options, 0, 0.0
         with closing(rows):
             for row in itertools.chain(first, rows):
@@ -654,9 +636,8 @@ class Job:
 
 
 class _SharedResults:
-    """Gives equal rows of a job one result, and takes and keeps results in a folder that jobs share. It does nothing
-    for rows whose texts differ each time. twins: indices in `left` of the rows that wait for the result of an equal
-    row, by its hash."""
+    """Gives equal rows of a job one result, and keeps results in a folder that jobs share; not where texts differ each
+    time. twins: indices in `left` of the rows that wait for the result of an equal row, by its hash."""
 
     def __init__(self, job: Job, source: Source, folder: RunFolder, report: RunReport) -> None:
         self._folder, self._report = folder, report

@@ -81,12 +81,10 @@ class LongDocumentOptions(Options):
 
 
 def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:
-    """Cut tokens into the fewest spans of at most `chunk` tokens and nearly equal length. Each span starts `overlap`
-    tokens before the end of the previous span.
+    """Cut tokens into the fewest spans of at most `chunk` tokens, which overlap, and are of nearly equal length.
 
-    strength: how good it is to end a span before the token at this position. The end of a span may differ from the end
-    that makes spans equal by (chunk - overlap) / 4 tokens: of these positions the strongest wins, then the nearest.
-    Requires 0 <= 2 * overlap <= chunk >= 1.
+    strength: how good it is to end a span before the token at this position. An end may differ from that of equal spans
+    by (chunk - overlap) / 4 tokens: the strongest wins, then the nearest. Requires 0 <= 2 * overlap <= chunk >= 1.
     """
     spans, start, step = [], 0, chunk - overlap
     while num_tokens - start > chunk:
@@ -102,10 +100,8 @@ def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int
 
 
 def group(sizes: Sequence[int], room: int) -> list[range]:
-    """Split sizes into the fewest runs of neighbours that add up to at most `room` each; minimise the largest sum.
-
-    A size larger than `room` is a run of its own.
-    """
+    """Split sizes into the fewest runs of neighbours with a sum of at most `room`, or of one size; minimise the largest
+    sum."""
     fewest = len(_filled_up(sizes, room))
     smallest = bisect_left(range(room), True, key=lambda less: len(_filled_up(sizes, less)) <= fewest)
     return _filled_up(sizes, smallest)
@@ -165,10 +161,9 @@ class TokenizedText:
 class _Part:
     """A prompt about the tokens `span` of a document, and its answer.
 
-    template: of the prompt. In it "{text}" stands for `text`, "{number}" for the part's number, "{count}" for the
-    number of parts, and "{summary}" for the answer so far. name: identifies the part in messages. is_final: the answer
-    is about the whole document. children: the parts whose answers the answer was made from. level: 1 for a part without
-    children. In refine, all earlier parts are children of the last, and the span of each is the chunk in its prompt.
+    template: of the prompt, with places for `text`, `number`, `count` and the answer so far ("{summary}"). name: in
+    messages. is_final: the answer is about the whole document. children: the parts whose answers the answer was made
+    from. level: 1 for a part without children. In refine, all earlier parts are children of the last.
     """
 
     template: str
@@ -228,11 +223,10 @@ class _LongDocument:
 class LongDocuments:
     """Completes documents in parts through one engine.
 
-    tokens: returns the prompt tokens for the text of a part. params: for the answer about a whole document. A seed in
-    them gives every part a seed; then the tree depends only on the document, the options and the model. template: asks
-    about a whole document, which "{text}" stands for. instruct: tell the model that it reads parts. False for the
-    bundled models, which were trained on bare documents.
-    Raises ConfigError for options that cannot work with this context.
+    tokens: returns the prompt tokens for the text of a part. params: for the answer about a whole document; their seed
+    decides those of all parts. template: asks about a whole document, which "{text}" stands for. instruct: tell the
+    model that it reads parts; not the bundled models, which know bare documents. Raises ConfigError as
+    `_check_options`.
     """
 
     def __init__(
@@ -395,9 +389,8 @@ class LongDocuments:
         return self._fitting(of, self._merge_room, self._max_prompt_tokens)
 
     def _fitting(self, parts_of: Callable[[int], list[_Part]], size: int, limit: int, least: int = 0) -> list[_Part]:
-        """Return parts whose prompts have at most `limit` tokens, made of pieces of at most `size` tokens. A piece may
-        have more tokens by itself than in the text, and a template may contain it twice. So the prompts are counted; if
-        one does not fit, all become smaller. Raises DoesNotShrinkError for a size below `least`."""
+        """Return parts whose prompts have at most `limit` tokens, made of pieces of at most `size` tokens, or of
+        smaller ones: a template may contain a piece twice. Raises DoesNotShrinkError for a size below `least`."""
         while True:
             parts = parts_of(size)
             longest = max((len(self._tokens(part.prompt())) for part in parts), default=0)

@@ -130,8 +130,7 @@ class Processor:
         self._supervisor: Any = None
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Return the dataset of completed rows. Raises CheckpointError, PlacementError and EngineDeadError if the
-        engine cannot be started."""
+        """Return the completed rows. Raises CheckpointError, PlacementError, EngineDeadError if no engine starts."""
         if self._supervisor is None:
             supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
             try:
@@ -174,8 +173,7 @@ class Processor:
 
 
 class RowClient:
-    """Carries rows to the engine's supervisor and back, inside Ray Data. should_continue: a row on which the user's
-    functions or the engine fail gets an error column."""
+    """Carries rows to the supervisor and back in Ray Data. should_continue: failed rows get an error column."""
 
     def __init__(
         self, supervisor: Any, preprocess: RowFunction | None, postprocess: RowFunction | None, should_continue: bool
@@ -288,8 +286,7 @@ def _columns(output: RequestOutput, params: SamplingParams) -> Row:
 
 
 def _typed(done: Row) -> Row:
-    """Return the columns of a row with their types. Ray Data takes the types of a block from its values, and files of
-    blocks cannot be read together if a column of one has only nulls."""
+    """Return the columns with types: files of Ray Data's blocks cannot be read together if a column is all null."""
     return done | {name: pa.scalar(done.get(name), kind) for name, kind in _TYPES.items()}
 
 

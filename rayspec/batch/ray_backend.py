@@ -44,9 +44,8 @@ class RayBackend(LocalBackend):
             yield
 
     def _scanned(self, source: Source) -> Iterable[pa.Table]:
-        """Scan the files. Each task scans some of the pieces, and all tasks run at once. A task has a whole CPU: more
-        tasks would only start more processes. A task ends itself after `limit` rows: `ray.cancel` can crash the driver.
-        """
+        """Scan the files in tasks that all run at once, each with a whole CPU: more would only start more processes. A
+        task ends itself after `limit` rows, because `ray.cancel` can crash the driver."""
         if not source.files:
             return super()._scanned(source)
         pieces = source.pieces
@@ -86,11 +85,8 @@ def idle_gpus(config: EngineConfig) -> str | None:
 
 
 def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """Return the dataset, to be run without a limit for the time between two steps of its execution.
-
-    Ray Data ends an execution without a step for 30 minutes, although nothing is wrong: rows wait in the object store
-    while engines load, or while they take hours for a block of long documents. The given dataset is not changed.
-    """
+    """Return a copy of the dataset without Ray Data's end after 30 minutes without a step: rows wait that long while
+    engines load, or work on long documents."""
     own = ray.data.Dataset.copy(dataset, _deep_copy=True)
     own.context.execution_no_progress_timeout_s = -1
     return own
@@ -98,12 +94,9 @@ def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Switch off Ray Data's progress bars and log lines below ERROR, which share the terminal with ours. At the end of
-    the block, wait until Ray Data's reader threads have ended, for at most 10 s.
-
-    The threads outlive a dataset's iterator by a moment. A thread that calls Ray during the shutdown of Ray ends the
-    process at once, with an exit code of its own. Inside the block, close datasets that were not read to their end.
-    """
+    """Switch off Ray Data's progress bars and log lines below ERROR. At the end of the block, wait up to 10 s for its
+    reader threads: they outlive a dataset's iterator by a moment, and a thread that calls Ray during its shutdown ends
+    the process. Inside the block, close datasets that were not read to their end."""
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
@@ -122,8 +115,7 @@ def reader_threads() -> list[threading.Thread]:
 
 
 def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
-    """Run the dataset and yield its rows, block by block. Closing the generator ends the run. The caller may take any
-    time for a row."""
+    """Run the dataset and yield its rows at the caller's pace. Closing the generator ends the run."""
     with closing(iter(patient(dataset).iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:  # type: ignore[type-var]
         batch: Any
         for batch in batches:

@@ -58,12 +58,11 @@ _BY_MODEL = "written by the full model, token by token"
 class RunReport:
     """Collects rows as they come, for the line of progress and for `report_pages`.
 
-    clock: returns seconds. num_left: the rows that this run has to do; None while that is not known. num_under_way:
-    rows that must be done before the time left is estimated, because the first rows to finish are short. num_cut: rows
-    whose text ended at `max_tokens`. num_shared: rows with the result of an equal row. stopped: the option whose budget
-    is spent, so that rows are left. listed: table rows for the first rows, under ROW_HEADINGS. examples: one error
-    message for every kind. texts: ids and texts of the first rows of this run. stats: of the engines, once the run is
-    done. decoded: for each row, when its decoding began and ended, in seconds since the start, and its tokens.
+    num_left: the rows that this run has to do; None while that is not known. num_under_way: rows that must be done
+    before the time left is estimated, because the first to finish are short. num_cut: rows whose text ended at
+    `max_tokens`. num_shared: rows with the result of an equal row. stopped: the option whose budget is spent. listed:
+    table rows under ROW_HEADINGS. examples: an error message for every kind. texts: ids and texts of the first rows.
+    decoded: for each row, begin and end of its decoding, in seconds since the start, and its tokens.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -250,8 +249,7 @@ def page_of(name: str, **values: Any) -> str:
 
 
 def token_sources(stats: EngineStats) -> list[tuple[str, float]]:
-    """Return shares of the tokens by where they came from, largest first, without shares that would round to nothing.
-    The full model's own tokens are last."""
+    """Return shares of the tokens by source, the largest first, without tiny ones; the full model's own last."""
     num_tokens = max(1, stats.num_generated_tokens)
     by_source = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
     shares = [(_SOURCES.get(name, name), count / num_tokens) for name, count in by_source]

@@ -100,8 +100,7 @@ class Row:
         return replace(self.failed(error), input_hash=None)
 
     def counted(self, outputs: Sequence[RequestOutput]) -> Row:
-        """Return the row without its input, with the counts and times of all its requests. `decode_s` is a sum, also
-        over requests that ran at the same time."""
+        """Return the row with the sums of all its requests, which may have run at the same time; without its input."""
         metrics = [one.metrics for one in outputs]
         num_draft, num_accepted = (
             sum(getattr(one, name) for one in metrics) for name in ("num_draft_tokens", "num_accepted_tokens")
@@ -138,12 +137,11 @@ OUTPUT_COLUMNS = tuple(field.name for field in fields(Row) if field.name not in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """The names of the columns that hold the id, the text and the messages of a JSON-lines or Parquet row.
+    """The columns of a row that hold its id, its text and its messages.
 
-    id None: the column "id" where a row has a value there, else the file's name (`InputFile.name`) and the row number.
-    id "none": always these two.
-    messages: a column of chat messages, used instead of the text where a row has it; None: text only.
-    template: a Jinja template that makes the text of a row's columns. reads_all: read also columns without a use.
+    id None: "id" where a row has a value there, else the row's place. id "none": always the place. messages: used
+    instead of the text where a row has them; None: text only. template: a Jinja template that makes the text of a row's
+    columns. reads_all: read also columns without a use.
     """
 
     text: str = "text"
@@ -256,14 +254,12 @@ class RowTask(Protocol):
     def settings(self) -> Settings: ...
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Make the function that completes rows. It is called once, in the engine's actor. An error of a row is stored
-        in the row that the function returns; the function raises EngineDeadError."""
+        """Make the function that completes rows. Errors of a row are stored in it; EngineDeadError is raised."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowEngineFactory:
-    """Loads engines that do a task. dtype: of the weights, in place of the task's; None: as the task says. texts: of
-    rows that were done earlier, from which drafts are copied."""
+    """Loads engines that do a task. dtype: in place of the task's. texts: of rows done earlier, to be copied."""
 
     task: RowTask
     dtype: DType | None = None

@@ -101,8 +101,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values.
-    merged_bytes: the size of the merged file; None before there is one."""
+    """The content of manifest.json. identity: options that decide the rows. merged_bytes: of the merged file."""
 
     version: int = 4
     status: Status = "running"
@@ -137,11 +136,9 @@ class RunFolder:
     """The output folder of a job. Use it as a context manager: rows are committed however the block ends.
 
     Rows are committed when there are 32 of them (later 1/64 of all, at most 4096), and 5 s after the first of them
-    (after some hours, 1/1000 of the time so far). A driver that is killed loses uncommitted rows, and the next run does
-    them again.
+    (after some hours, 1/1000 of the time so far). The next run does again what a killed driver loses.
 
-    is_merged: whether the merged file has the same rows as the parts. manifest: as it was written last. parts: the
-    committed rows, which may be read while others are committed.
+    is_merged: whether the merged file has the same rows as the parts. parts: may be read while rows are committed.
     """
 
     def __init__(
@@ -240,10 +237,9 @@ class RunFolder:
             self._save(self.manifest, extra=extra)
 
     def finish(self, counts: dict[str, Any], *, is_whole: bool = True) -> None:
-        """Commit, merge the rows into one file, and update the manifest.
+        """Commit, merge the rows into one file, and update the manifest, with `counts`. Raises OutputError.
 
-        counts: further content of the manifest. is_whole: no row was left out; the job is complete unless some rows
-        are to be done again. Raises OutputError.
+        is_whole: no row was left out; the job is complete unless some rows are to be done again.
         """
         with self.naming_output():
             self.commit()
@@ -322,8 +318,7 @@ class RunFolder:
 
 
 def output_places(output: str, file_format: FileFormat | None) -> tuple[Location, Location | None, FileFormat]:
-    """Return the run folder of an output, the file that all rows go to, and its format. The file is None for an output
-    that is a folder. Raises ConfigError."""
+    """Return the run folder of an output, the file of all rows, if it is one, and its format. Raises ConfigError."""
     if not output.strip():
         raise ConfigError(f"option 'output' is {output!r}: name a file or folder; . stands for this one")
     place = Location.parse(output)
@@ -340,8 +335,7 @@ def output_places(output: str, file_format: FileFormat | None) -> tuple[Location
 
 
 def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest:
-    """Return the manifest of the folder, or `fresh` for a folder without rows. Raises ConfigError,
-    DamagedOutputError."""
+    """Return the manifest of the folder, or `fresh` where it has no rows. Raises ConfigError, DamagedOutputError."""
     manifest = location.join(MANIFEST)
     if manifest.exists:
         try:
@@ -381,8 +375,7 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
 
 
 def _check_usable(location: Location, merged: Location, *, overwrite: bool) -> None:
-    """Raise ConfigError for a run folder that is a file, for links that lead nowhere, and where other files stand in
-    the way, which `overwrite` allows."""
+    """Raise ConfigError for a file, for a link to nothing, and for other files, unless `overwrite` allows them."""
     for place in (location, merged):
         if place.local_path is not None and place.local_path.is_symlink() and not place.exists:
             raise ConfigError(
@@ -431,12 +424,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 class Parts:
     """The parts in a folder, in the order of their numbers, and which of their rows count.
 
-    Of the rows with one id, the last final row counts, or the last row where none is final. An error row for a row that
-    could not be read, or has the id of another row, counts in addition, one for each place in the input. Every session
-    finds these errors anew, so those of earlier sessions do not count.
-
-    A stored row takes the memory of its id and hash. Raises DamagedOutputError for a part that is not as written.
-    json_schema: that of the texts, whose properties become columns where the rows are merged.
+    Of the rows with one id, the last final row counts, or else the last row. An error row for a row that could not be
+    read, or has the id of another row, counts in addition, once for each place in the input, if it is of this session,
+    which finds them anew. A stored row takes the memory of its id and hash. Raises DamagedOutputError. json_schema:
+    that of the texts, whose properties become columns where the rows are merged.
     """
 
     def __init__(self, folder: Location, *, text_column: str, json_schema: str | None = None) -> None:
@@ -627,8 +618,7 @@ def output_schema(text_column: str) -> pa.Schema:
 
 
 def _json_columns(schema: str, taken: Collection[str]) -> dict[str, tuple[str, pa.DataType | None]]:
-    """Return a column for each property of a JSON schema: the property, and its type; None is JSON text. A name that is
-    taken begins with "json_"."""
+    """Return for each column its property of a JSON schema, and its type; None: JSON text. `taken` get "json_"."""
     root = json.loads(schema)
     with suppress(AttributeError, TypeError):  # of a schema that is none, which each row tells
         of = root.get("properties", {})

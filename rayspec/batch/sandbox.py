@@ -1,8 +1,7 @@
 """Takes the text out of PDF, Word and HTML files, and renders Jinja templates, in a process of its own.
 
-Strangers make such files, and one expression, such as {{ 'a' * 10**10 }}, may take any time and memory. So both are
-limited for each request, and a crash ends only this process. The process runs this file, and imports nothing of
-rayspec. A request is in pickle, and an answer is a line of JSON.
+Strangers make such files, and {{ 'a' * 10**10 }} may take any time and memory. So both are limited for each request,
+and a crash ends only this process, which imports nothing of rayspec. A request is in pickle, an answer a line of JSON.
 """
 
 from __future__ import annotations

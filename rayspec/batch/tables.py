@@ -28,8 +28,7 @@ _LOGS = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """place: the absolute path or URI of its folder; of an Iceberg table, the file with the version's metadata.
-    version: None in place of the newest."""
+    """place: path or URI of its folder; Iceberg: of the metadata file. version: None in place of the newest."""
 
     kind: str
     place: str
@@ -58,8 +57,7 @@ def kind_of_log(file: Location) -> str | None:
 
 
 def newest_table(kind: str, logs: Sequence[Location]) -> Table:
-    """Return the newest version of a table. logs: the files of its log. Raises ConfigError if it cannot be read, or its
-    package is missing."""
+    """Return the newest version of the table of a log. Raises ConfigError if the table or its package fails."""
     place = logs[0].absolute().folder.folder
     if kind == "Iceberg":
         numbers = [int("0" + "".join(filter(str.isdigit, one.file_name.partition("-")[0]))) for one in logs]

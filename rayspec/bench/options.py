@@ -29,8 +29,7 @@ class WorkloadOptions(Options):
 
 
 class BenchOptions(WorkloadOptions):
-    """The strategies to compare, and the workloads. engine: options that all strategies share. plans: files of saved
-    plans, by strategy."""
+    """The strategies to compare, and the workloads. engine: options that all share. plans: files by strategy."""
 
     engine: EngineConfig
     strategies: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Commas] = Field(

@@ -1,5 +1,4 @@
-"""Compare strategies, and transformers generate, on the same prompts in the same run, with interleaved repeats: their
-speed, and for `rayspec selfcheck` their texts."""
+"""Compares strategies, and transformers generate, on the same prompts with interleaved repeats."""
 
 from __future__ import annotations
 
@@ -47,9 +46,8 @@ def run_bench(
 ) -> dict[str, Any]:
     """Load every contender. Then, for each workload, warm up all contenders and measure them interleaved.
 
-    keep: called after each workload with the result so far. arranged: makes other workloads of those of the options.
-    forgets: contenders forget what they learned before each repeat. Raises ConfigError, CheckpointError, and the error
-    of a failed prompt.
+    keep: called after each workload with the result so far. arranged: changes the workloads. forgets: contenders forget
+    before each repeat. Raises ConfigError, CheckpointError, and the error of a failed prompt.
     """
     with loaded_contenders(options, say) as (llm, contenders):
         result: dict[str, Any] = {
@@ -78,8 +76,7 @@ def run_bench(
 
 @contextmanager
 def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec.LLM, dict[str, Contender]]]:
-    """Load all contenders; engines share their weights where they can. Also yield an LLM of the same model. Raises
-    ConfigError, CheckpointError."""
+    """Load all contenders, with shared weights if possible, and an LLM. Raises ConfigError, CheckpointError."""
     names = strategy_names(options)
     hide_progress_bars()
     exit_on_sigterm()  # so that the folder of a widened model is removed
@@ -106,8 +103,7 @@ def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec
 
 
 def strategy_names(options: BenchOptions) -> list[str]:
-    """Return the names, with "all" expanded and the baseline first. Raises ConfigError. Its message names the nearest
-    strategy for an unknown name, or the option that a strategy lacks."""
+    """Return the names, the baseline first. Raises ConfigError for an unknown name, or an option that is missing."""
     speculation = options.engine.speculation
     if speculation.warm_start is not None:
         raise ConfigError(
@@ -131,8 +127,7 @@ def strategy_names(options: BenchOptions) -> list[str]:
 def take_turns(
     contenders: Mapping[str, Contender], workload: Workload, options: BenchOptions, say: Say, *, forgets: bool = False
 ) -> dict[str, list[Sample]]:
-    """Return the samples of each contender, repeat by repeat. Contenders forget what they learned before. forgets: also
-    before each repeat."""
+    """Return the samples of each contender by repeat. Contenders first forget; with `forgets` before each repeat."""
     samples: dict[str, list[Sample]] = {name: [] for name in contenders}
     for repeat in range(options.repeats):
         for name, contender in contenders.items() if forgets or not repeat else ():
@@ -149,9 +144,8 @@ def take_turns(
 def _side_by_side(
     contenders: Mapping[str, Contender], workload: Workload, max_tokens: int, rng: random.Random
 ) -> dict[str, Sample]:
-    """Run all contenders interleaved: the contender with the fewest tokens so far runs its next increment. All are at
-    about the same place of the text, so a change of the machine's speed within seconds affects all of them. Ties are
-    broken at random, so that the caches that one contender leaves behind favour no other."""
+    """Run all contenders interleaved, next the one with the fewest tokens so far: a change of the machine's speed
+    affects all. Ties are broken at random, so that the caches that one contender leaves behind favour no other."""
     writings = {name: contender.write(workload.prompts, max_tokens) for name, contender in contenders.items()}
     num_written = dict.fromkeys(contenders, 0)
     samples: dict[str, Sample] = {}
@@ -168,8 +162,7 @@ def _side_by_side(
 
 @contextmanager
 def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
-    """Yield the model's own path, or a temporary folder with the widened model. Its files are the same every time, so
-    that saved plans and saved latency profiles match it again."""
+    """Yield the model's path, or a temporary folder with the widened model, whose files are always the same."""
     place = demo.local_path(config.model)
     if factor == 1:
         yield place
@@ -187,8 +180,7 @@ def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
 
 
 def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
-    """Return the options of one strategy; skipped sublayers and saved plans are kept only if it uses them. Raises
-    ConfigError for an unknown strategy, or one that lacks a required option."""
+    """Return the options of one strategy. Raises ConfigError for an unknown one, or a missing option."""
     asked, is_static = options.engine.speculation, strategy == "static"
     drafts: dict[str, Any] = {"skip": asked.skip, "static_choice": asked.static_choice} if is_static else {}
     longest = max(options.context) + options.max_tokens
@@ -213,10 +205,9 @@ def measured_engine(base: EngineConfig, folder: str, *, batch: int, longest: int
 
 
 def run_selfcheck(*, device: str, dtype: DType, num_threads: int | None, quick: bool, say: Say) -> dict[str, Any]:
-    """Compare texts with drafts with those of plain decoding: in float32, where rounding cannot change the most likely
-    token of these texts, also with transformers `generate`; in `dtype` with option `deterministic`.
+    """Compare texts with drafts with those of plain decoding: in float32 also with transformers `generate`; in `dtype`
+    with option `deterministic`. Return JSON values, where "ok" says that no check failed or raised.
 
-    A check that raises has failed; the others still run. Returns JSON values, where "ok" says that no check failed.
     Raises ConfigError if the device does not exist.
     """
     options = {"device": device, "dtype": dtype, "num_threads": num_threads, "quick": quick}

@@ -28,8 +28,7 @@ _DEMO_TOKEN = "<|document|>"  # noqa: S105 - a token of the bundled model's voca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts of one domain, as token ids, in the order of their requests. context: maximum number of prompt tokens.
-    num_left_out: number of longer prompts, which are left out."""
+    """Prompts of one domain, as token ids of at most `context`. num_left_out: longer prompts."""
 
     domain: str
     prompts: list[list[int]]
@@ -42,11 +41,8 @@ class Workload:
 
 
 def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str) -> list[Workload]:
-    """Return a workload for each context and each domain. A domain without a fitting prompt has an empty workload.
-
-    template: prompt template for documents, see `PromptBuilder`. Raises ConfigError, and the error of an invalid
-    document.
-    """
+    """Return a workload for each context and domain, empty where no prompt fits. template: for documents, see
+    `PromptBuilder`. Raises ConfigError, and the error of an invalid document."""
     inputs = list(dict.fromkeys("demo:summary" if name == _DEMO else name for name in options.input))
     found: list[Workload] = []
     for context in dict.fromkeys(options.context):
@@ -61,8 +57,7 @@ def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str)
 
 
 def _of_input(llm: rayspec.LLM, name: str, context: int, options: WorkloadOptions, template: str) -> Iterator[Workload]:
-    """Yield a workload for each domain of one input, and for each category of a question file. Longer questions are
-    left out, as a cut question is another question."""
+    """Yield a workload for each domain or category of an input. Questions are not cut: longer ones are left out."""
     kind, _, domain = name.partition(":")
     if kind == _DEMO:
         for each in demo.DOMAINS if domain == "all" else (domain or "summary",):
@@ -103,8 +98,7 @@ def demo_prompts(llm: rayspec.LLM, domain: str, *, context: int, num_prompts: in
 def fitting_tasks(
     domain: str, num_tokens: Callable[[Task], int], *, context: int, num_tasks: int, seed: int = 0
 ) -> list[Task]:
-    """Return tasks of a demo domain, reduced in size until all fit into `context` tokens. Raises ConfigError as
-    `demo_prompts` does."""
+    """Return tasks of a demo domain that fit into `context` tokens. Raises ConfigError as `demo_prompts` does."""
     if domain not in demo.DOMAINS:
         raise ConfigError(f"domain {domain!r} is none of {', '.join(demo.DOMAINS)}")
     size = max(_MIN_SIZE, context // _TOKENS_PER_UNIT)
@@ -132,8 +126,7 @@ def file_documents(name: str, num_documents: int) -> list[Row]:
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A row of a question file in the format of Spec-Bench (Xia et al., 2024): JSON lines. Only the first turn of a
-    question is used; later turns follow an answer."""
+    """A row of a file of Spec-Bench (Xia et al., 2024). Only the first turn is used: later ones follow an answer."""
 
     question_id: int | str
     category: str
@@ -141,8 +134,7 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def read_questions(name: str) -> dict[str, list[str]] | None:
-    """Return the first turns of a local question file by category; None for a file whose first row is no question.
-    Raises ConfigError that names an invalid row."""
+    """Return first turns by category; None for a file of other rows. Raises ConfigError for an invalid row."""
     file = Path(name)
     if file.suffix != ".jsonl" or not file.is_file():
         return None

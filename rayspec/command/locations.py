@@ -45,11 +45,9 @@ class UnreadableFileError(InputFileError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Store:
-    """A file system, and the form of its names.
-
-    uri: scheme and authority; empty for plain paths. base: the file system's own address of that place. query: options
-    at the end of a URI. has_atomic_put: a written file appears only when it is complete.
-    """
+    """A file system, and the form of its names. uri: scheme and authority; empty for plain paths. base: the file
+    system's own address of that place. query: options of a URI. has_atomic_put: a written file appears only when
+    complete."""
 
     filesystem: fs.FileSystem
     uri: str = ""
@@ -64,12 +62,10 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A file or folder, which may not exist. `path` is within the store; "/" separates its parts.
+    """A file or folder, which may not exist. `path` is within the store; "/" separates its parts. is_private: here,
+    only their owner can use new files and folders.
 
-    is_private: on this machine, files and folders that are made here can be used by their owner only.
-
-    Methods that test and list raise UnreadableFileError if the store does not answer; methods that read, write and
-    delete raise OSError.
+    Methods that test and list raise UnreadableFileError if the store does not answer; others raise OSError.
     """
 
     store: Store
@@ -78,11 +74,8 @@ class Location:
 
     @classmethod
     def parse(cls, name: str) -> Location:
-        """Parse a path or URI, the inverse of `Location.name`. "%xx" in a URI is a character.
-
-        Raises ConfigError for a URI without a file system and for a name that no file can have, UnreadableFileError for
-        a store that does not answer.
-        """
+        """Parse a path or URI, the inverse of `Location.name`. Raises ConfigError for a name that cannot be,
+        UnreadableFileError for a store that does not answer."""
         _refuse_impossible(name)
         uri = _URI.fullmatch(name)
         if uri is None:
@@ -153,8 +146,7 @@ class Location:
 
     @property
     def base(self) -> Location:
-        """The folder of the files of this input: the folder itself, the parent of a file, or the part of a pattern
-        before its first wildcard."""
+        """The folder of this input's files: itself, a file's parent, or what precedes the first wildcard."""
         if self.is_folder:
             return self
         path = PurePosixPath(self.path)
@@ -185,10 +177,8 @@ class Location:
         return glob.has_magic(self.path) and not self.exists
 
     def below(self) -> tuple[list[Location], list[Location]]:
-        """Return the files of a folder and of all folders below it, in order, and the folders that cannot be listed.
-
-        Files and folders with a leading dot are left out. Links to folders are followed; no folder is listed twice.
-        """
+        """Return the files below a folder, and the folders that cannot be listed, in order, without those with a
+        leading dot. Links to folders are followed; no folder is listed twice."""
         num_above = len(PurePosixPath(self.path).parts)
         files, unreadable = [], []
         try:
@@ -229,8 +219,7 @@ class Location:
         return sorted(matching, key=_by_parts)
 
     def open(self) -> io.BufferedReader:
-        """Open the file for reading. The stream is seekable, and the caller closes it. A pipe or a device, which may
-        block or never end, raises OSError."""
+        """Open the file as a seekable stream. Raises OSError, also for a pipe or device, which may never end."""
         if self.local_path is not None:
             opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)  # noqa: E731 - a pipe waits for its writer
             file = open(self.local_path, "rb", opener=opener)  # noqa: SIM115
@@ -282,8 +271,7 @@ class Location:
             os.close(descriptor)
 
     def _upload(self, path: str, partial: Location) -> None:
-        """Copy a file to this place of a remote store, in one call, which no signal interrupts: closing a stream early
-        would store half a file as complete."""
+        """Copy a file to this place of a remote store in one call: closing a stream early would store half of it."""
         store, target = self.store, self if self.store.has_atomic_put else partial
         if target is partial:
             store.filesystem.create_dir(posixpath.dirname(self._address), recursive=True)
@@ -314,8 +302,7 @@ class Location:
             self.store.filesystem.delete_dir(self._address)
 
     def make_folder(self) -> Path | None:
-        """Make the folder, with missing folders above it, and return its path on this machine. A remote store makes
-        folders by itself: return None."""
+        """Make the folder and those above it, and return its path. None in a remote store, which needs none."""
         if self.local_path is None:
             return None
         for folder in reversed([self.local_path, *self.local_path.parents]):
@@ -324,9 +311,8 @@ class Location:
         return self.local_path
 
     def lock(self) -> IO[bytes] | None:
-        """Make and lock this file until the returned file is closed, also by the end of the process, however it ends.
-        Return None where there are no locks, as in a remote store. Raises BlockingIOError while another process has
-        the lock."""
+        """Make and lock this file until the returned file is closed, or the process ends. Return None where there are
+        no locks, as in a remote store. Raises BlockingIOError while another process has the lock."""
         if self.local_path is None:
             return None
         self.folder.make_folder()
@@ -375,8 +361,7 @@ class Location:
             return cast("int", self.store.filesystem.get_file_info(self._address).size)
 
     def _walked(self) -> Iterator[tuple[Location, Kind | None]]:
-        """Yield the files and folders below a folder, each with its kind; None is a folder that cannot be listed. On
-        this machine, those with a leading dot are left out."""
+        """Yield what is below a folder, with kinds; None: cannot be listed. Locally without leading dots."""
         if self.local_path is not None:
             yield from ((self._at(path), kind) for path, kind in _walk(str(self.local_path)))
             return
@@ -414,11 +399,10 @@ def _refuse_impossible(name: str) -> None:
 
 
 def _walk(root: str) -> Iterator[tuple[str, Kind | None]]:
-    """Yield the files and folders below a folder of this machine, each with its kind; None is a folder that cannot be
-    listed. Other objects, such as pipes, are left out, and so are names with a leading dot.
+    """Yield what is below a folder of this machine, with its kind; None is a folder that cannot be listed. Other
+    objects, such as pipes, are left out, and so are names with a leading dot.
 
-    Links to folders are followed, after all other folders: a folder with several names is listed by its own. No folder
-    is entered twice, because links may form a circle. A folder that has vanished is empty.
+    Links to folders are followed last: a folder with several names is listed by its own, and once.
     """
     seen: set[tuple[int, int]] = set()
     folders = deque(["" if root == "." else root])

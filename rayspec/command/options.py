@@ -1,5 +1,4 @@
-"""Makes command-line flags from option groups, the only place of names, help and defaults. The help of a command has
-the most used options, and all of them, in groups, where that is asked for."""
+"""Makes flags of option groups, and a help of the most used options, or of all of them in groups."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def with_settings(
 
 
 def with_options(options: type[Options]) -> Callable[[_Command], _Command]:
-    """Give a typer command a flag for each option that is no parameter of the command itself; its parameter `asked` is
-    an Asked with their values in `own`."""
+    """Give a typer command a flag for each of its other options; `asked` is an Asked with them in `own`."""
 
     def decorate(command: _Command) -> _Command:
         flags = list(_group_flags(options, leave_out=inspect.signature(command).parameters))

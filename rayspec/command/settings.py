@@ -34,10 +34,9 @@ def make_settings(
 ) -> Settings:
     """Merge the options of all sources. Raises ConfigError, also for an option that overrides or flags give twice.
 
-    file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling"; overrides and flags take
-    precedence. overrides: "a.b=value", the value as YAML reads it. flags: by name, those of EngineConfig,
-    SpeculationOptions, ParallelOptions or SamplingParams; None is unset. sampling: the defaults of the sampling
-    parameters.
+    file: YAML with the names of EngineConfig, and those of SamplingParams under "sampling"; the others override it.
+    overrides: "a.b=value", the value as YAML reads it. flags: by the names of options; None is unset. sampling:
+    defaults.
     """
     options = read_options_file(file, "option 'config': the file") if file is not None else {}
     given = [*map(_of_override, overrides), *_of_flags(flags or {}, has_sampling=sampling is not None)]

@@ -43,8 +43,7 @@ def model_path(name: str = "demo") -> str:
 
 
 def local_path(model: str, *, option: str = "model") -> str:
-    """Return the place of a bundled or fetched model for its name; return any other name or path unchanged. Raises
-    ConfigError for a model that has not been fetched."""
+    """Return the place of a bundled or fetched model, any other name unchanged. Raises ConfigError if not fetched."""
     if model in FETCHABLE and not (path := cached_path(model)).exists():
         raise ConfigError(f"option {option!r} is {model!r}, which is not at {path}: rayspec fetch {model}")
     if model in BUNDLED or model in FETCHABLE:
@@ -72,11 +71,8 @@ def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[
 
 
 def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[Task]:
-    """Return `n` tasks of a domain of `DOMAINS`, the same for equal arguments. The domain decides the unit of `size`.
-
-    With a seed below a million, none of the tasks occurs in training. Raises `ValueError` unless 0 <= n <= 100000, and
-    for arguments that `generate_task` refuses.
-    """
+    """Return `n` tasks of a domain, the same for equal arguments; with a seed below a million, none occurs in training.
+    Raises `ValueError` unless 0 <= n <= 100000, and for arguments that `generate_task` refuses."""
     if not 0 <= n <= _MAX_DOCUMENTS:
         raise ValueError(f"n={n}: n must be from 0 to {_MAX_DOCUMENTS}")
     return [generate_task(domain, seed * _MAX_DOCUMENTS + index, size=size) for index in range(n)]

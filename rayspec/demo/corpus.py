@@ -1,8 +1,7 @@
 """Synthetic audit reports with extractive summaries: seeded, licence-free, of any length.
 
-A report is a title, sections of background sentences, and a few numbered findings among them. Its summary is the title
-and the findings, word for word. Findings and background use disjoint halves of the vocabulary, and findings repeat no
-word until their half is used up: so a model needs only induction, to copy what follows its newest words.
+A summary is the report's title and its findings, word for word. Findings and background use disjoint halves of the
+vocabulary, and no word is repeated too soon: so a model needs only induction, to copy what follows its newest words.
 """
 
 from __future__ import annotations
@@ -37,11 +36,8 @@ class Report:
 
 
 def generate_report(seed: int, *, num_sentences: int, num_findings: int | None = None) -> Report:
-    """Generate the report of a seed. Equal arguments give equal reports.
-
-    `num_sentences` counts the findings; a sentence is about 15 tokens of the demo tokenizer. Without `num_findings`
-    the seed chooses 3 to 8. Raises `ValueError` unless 1 <= num_findings <= num_sentences.
-    """
+    """Generate the report of a seed. `num_sentences` counts the findings; without `num_findings` there are 3 to 8.
+    Raises `ValueError` unless 1 <= num_findings <= num_sentences."""
     rng = random.Random(seed)
     if num_findings is None:
         num_findings = min(rng.choice(range(3, 9)), num_sentences)

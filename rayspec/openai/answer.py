@@ -32,9 +32,8 @@ _FEW_LOGPROBS = 5_000
 
 
 class Limit:
-    """Limits what takes memory in an engine: the sequences of background requests, also while they wait, or
-    log-probabilities. Work is admitted in the order of arrival, while fewer than `most` are under way; it may have more
-    itself."""
+    """Limits what takes memory in an engine: background sequences, or log-probabilities. Work is admitted in the order
+    of arrival, while fewer than `most` are under way; it may have more itself."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0
@@ -122,8 +121,7 @@ async def stream(
 async def _prepared(
     request: Request, engine: AsyncEngine, served: Sequence[str], **options: Any
 ) -> tuple[AsyncEngine, Answer, list[Prompt]]:
-    """Return the engine of the model or adapter, what makes the response, and the prompts. Raises RequestError for what
-    is known before the engine runs."""
+    """Return the engine for the model's name, what makes the response, and the prompts. Raises RequestError."""
     check_served(request.model, (*served, *engine.adapters))
     is_adapter = request.model in engine.adapters
     engine = engine.with_adapter(request.model) if is_adapter else engine

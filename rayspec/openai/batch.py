@@ -1,8 +1,5 @@
-"""OpenAI's Batch format, and the objects of its Files and Batch APIs.
-
-Every input line is a request, every output line a response. Ids are a pure function of the file's name and the line's
-custom_id, so that a resumed run writes the same ids.
-"""
+"""OpenAI's Batch format, and the objects of its Files and Batch APIs. Ids follow from the file's name and the line's
+custom_id, so that a resumed run writes the same ids."""
 
 from __future__ import annotations
 
@@ -57,8 +54,7 @@ _MOST_METADATA, _MOST_KEY, _MOST_VALUE = 16, 64, 512
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a line is no request or has no answer, in the form of OpenAI's files. line: the number of a line that is no
-    request, from 1."""
+    """Why a line is no request, with its number from 1 as `line`, or why it has no answer; as in OpenAI's files."""
 
     code: str
     message: str
@@ -102,8 +98,7 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """A request of a batch file. digest: the hash in its ids. model: its body's model, if any. text: the line. Its body
-    is not validated yet; parsed, it would take many times as much memory."""
+    """A request of a batch file. digest: the hash in its ids. text: the line, whose body is not validated yet."""
 
     digest: str
     custom_id: str
@@ -139,9 +134,8 @@ class _Fields(StrictBody):
 
 
 def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
-    """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result; so does a
-    custom_id that an earlier line has. lines: of `limited_lines`. source: the file's name, which is part of the ids.
-    """
+    """Yield the requests of a file, in order and on demand; failed results for lines that are none, or repeat a
+    custom_id. lines: of `limited_lines`. source: the file's name, which is part of the ids."""
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -286,8 +280,7 @@ class Page(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
 
 
 class BatchRequest(StrictBody):
-    """The body of POST /v1/batches. completion_window: "24h" as OpenAI has it, or any other time up to 30 days, as
-    "90s", "30m" or "7d"."""
+    """The body of POST /v1/batches. completion_window: any time up to 30 days, as "90s", "30m", "24h" or "7d"."""
 
     input_file_id: str
     endpoint: Url

@@ -23,8 +23,7 @@ _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 
 
 def asked_form(body: Mapping[str, Any]) -> tuple[str, StructuredOutputsParams] | None:
-    """Return the form that a body asks for, and the field that has it; None for any text. body: the fields that are
-    given. Raises PydanticCustomError, which names the field."""
+    """Return the field that asks for a form, and the form; None for any text. Raises PydanticCustomError."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     if "response_format" in body and (one := _response_format(body["response_format"])) is not None:
         found.append(one)
@@ -88,8 +87,7 @@ class Function(StrictBody):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        """The JSON schema of the arguments: an object without other properties than the named ones, unless it says so
-        itself."""
+        """The JSON schema of the arguments: only the named properties, unless it says otherwise itself."""
         given = self.parameters or {}
         is_plain = not given or "properties" in given
         return {"type": "object"} | ({"additionalProperties": False} if is_plain else {}) | given

@@ -358,14 +358,12 @@ Piece = str | CallPiece | Thought
 
 
 def reasoning_style(template: str, name: str | None) -> str | None:
-    """Return the style of the reasoning in outputs; None: it is not found. name: vLLM's name of the parser; None: only
-    what the chat template shows to be gpt-oss' format."""
+    """Return the style of the reasoning in outputs, if known. name: vLLM's name of a parser; None: only gpt-oss'."""
     return HARMONY if name is None and all(sign in template for sign in _SIGNS_OF_HARMONY) else name
 
 
 class ThinkParser:
-    """Finds reasoning in <think> and </think>. make_rest: makes the parser of what follows; None: it is content.
-    is_inside: the prompt ended with <think>. Spaces around the reasoning belong to nothing."""
+    """Finds reasoning in <think> and </think>. make_rest: makes the parser of the rest. is_inside: it has begun."""
 
     def __init__(self, make_rest: Callable[[], CallParser | HarmonyParser] | None, *, is_inside: bool) -> None:
         self._rest = make_rest() if make_rest is not None else None
@@ -401,9 +399,8 @@ class ThinkParser:
 
 
 class HarmonyParser:
-    """Finds the messages in the format of gpt-oss. The analysis is reasoning, and so is what is sent to other tools
-    than functions. What has no header is content. has_tools: messages to functions are calls. is_parallel: as in
-    CallParser."""
+    """Finds the messages in the format of gpt-oss. Analysis is reasoning, and so is what is sent to other tools than
+    functions. What has no header is content. has_tools: messages to functions are calls."""
 
     def __init__(self, *, has_tools: bool, is_parallel: bool) -> None:
         self.num_calls = 0

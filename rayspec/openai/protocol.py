@@ -1,5 +1,4 @@
-"""Objects of the protocol as clients send them, and errors as clients get them. Every field of an object takes effect,
-is known to change no text, or is refused."""
+"""Objects that clients send, and errors that they get. Every field takes effect, changes no text, or is refused."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ _MOST_ITEMS, _ITEMS = 2_000_000, b","
 
 
 class InvalidRequestError(RequestError):
-    """The body asks for something that is unknown, malformed or not supported. param: the field, dotted, as
-    "messages.0.content". status: the HTTP status."""
+    """The body asks for what is unknown, malformed or not supported. param: the field, as "messages.0.content"."""
 
     kind = "invalid_request"
 
@@ -48,8 +46,7 @@ def invalid(field: str, problem: str) -> PydanticCustomError:
 
 def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
     """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON), for
-    more than 200 levels, for more objects, arrays and fields than any request needs, for a key that stands twice in an
-    object, and for more than `max_bytes`."""
+    more than 200 levels, for too many parts or bytes, and for a key that stands twice in an object."""
     if max_bytes is not None and len(content) > max_bytes:
         raise InvalidRequestError(f"more than {max_bytes} bytes", code="request_too_large", status=413)
     if _has_more(_MOST_PARTS, _PARTS, content) or _has_more(_MOST_ITEMS, _ITEMS, content):
@@ -141,8 +138,7 @@ Refusals = Mapping[str, Sequence[Any]]
 
 
 class StrictBody(pydantic.BaseModel):
-    """An object of the protocol. A field that is null counts as left out, known or not, at every depth. refused:
-    unsupported fields. ignored: fields that change no text, whatever their value."""
+    """An object of the protocol. Null counts as left out. refused: see Refusals. ignored: change no text."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()

@@ -1,7 +1,4 @@
-"""Response bodies, whole and in chunks, and their form as JSON and server-sent events.
-
-A field that is UNSET does not appear in JSON.
-"""
+"""Response bodies, whole and in chunks, and their form as JSON and events. UNSET fields do not appear in JSON."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ END_OF_EVENTS = b"data: [DONE]\n\n"
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """created: Unix seconds. Fields of vLLM's: max_model_len, the most prompt and output tokens of a request, or None
-    while not known; parent, the model of an adapter."""
+    """created: Unix seconds. vLLM's: max_model_len, None while not known; parent, the model of an adapter."""
 
     id: str
     created: int
@@ -55,8 +51,7 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request. A prompt with several completions counts once. OpenAI's `accepted_prediction_tokens`
-    are of a prediction that the client sent, and so are not here."""
+    """Token counts of a request. A prompt with several completions counts once."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -143,8 +138,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatText(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole message, or what a chunk adds to it. A stream begins with the role. content: null without text.
-    reasoning_content: DeepSeek's name, reasoning: vLLM's; both have the same text."""
+    """A whole message, or what a chunk adds to it. content: null without text. Both reasonings are the same text."""
 
     content: str | UnsetType | None
     reasoning_content: str | UnsetType = UNSET
@@ -155,8 +149,7 @@ class ChatText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """message: in a whole response. delta: in a chunk. finish_reason: None until the choice ends. stop_reason, here and
-    below: vLLM's extra field, the stop string or token that ended the text."""
+    """message: in a whole response. delta: in a chunk. stop_reason: vLLM's, the stop string or token."""
 
     index: int
     message: ChatText | UnsetType = UNSET
@@ -215,9 +208,8 @@ Response = ChatCompletion | Completion | StreamEvent
 
 
 class Answer:
-    """Makes the response to one request, either as a whole or in chunks with one choice each. name: the end of its id.
-    model: the served name. make_parser: makes the parser of a choice's output; None: all of it is content.
-    has_short_ids: as in ToolFormat."""
+    """Makes the response to one request, as a whole or in chunks with one choice each. name: the end of its id. model:
+    the served name. make_parser: of a choice's output; None: all is content. has_short_ids: as in ToolFormat."""
 
     end_of_events = END_OF_EVENTS
 
@@ -248,8 +240,7 @@ class Answer:
         self._skips_special = request.skip_special_tokens is not False
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Response:
-        """Make the response from the outputs of all prompts, finished and without an error. Their completions become
-        choices in this order."""
+        """Make the response of finished outputs without errors, with their completions as choices in this order."""
         completions = [(at, one) for at, output in enumerate(outputs) for one in output.outputs]
         choices = []
         for index, (at, one) in enumerate(completions):

@@ -44,8 +44,7 @@ class LargeWork:
         self._numbers = itertools.count()
 
     async def run(self, work: Callable[[], T], size: int) -> T:
-        """Return the result of the work. size: number of characters, bytes or tokens. Cancelling the call drops work
-        that has not begun."""
+        """Return the result. size: characters, bytes or tokens. Cancelling drops work that has not begun."""
         if size <= _LONG:
             return work()
         result: Future[T] = Future()
@@ -69,9 +68,8 @@ in_thread_if_large = LargeWork(2).run
 def prompt_tokens(
     engine: AsyncEngine, prompt: str | Messages, rendering: Rendering, *, is_cut: bool = False
 ) -> list[int]:
-    """Return the tokens of a text, or of a conversation through the chat template. is_cut: only their end is used.
-    Raises RequestError: an InvalidRequestError names the field of a message, and PromptTooLongError comes before all of
-    a text that is much too long is tokenized."""
+    """Return the tokens of a text or a conversation. is_cut: only their end is used. Raises RequestError, which names
+    the field of a message, and PromptTooLongError before all of a text that is much too long is tokenized."""
     try:
         num_characters = len(prompt) if isinstance(prompt, str) else _num_characters(prompt, rendering)
         most = _CHARACTERS_PER_TOKEN * engine.max_model_len
@@ -103,8 +101,7 @@ def _num_characters(messages: Messages, rendering: Rendering) -> int:
 
 
 def _check_length(text: str, engine: AsyncEngine) -> None:
-    """Raise PromptTooLongError if a beginning of the text has more tokens than a prompt may have. The beginnings grow,
-    so that no text costs much more than a prompt of the model's longest length."""
+    """Raise PromptTooLongError if a beginning of the text is too long. Beginnings grow, so the rest costs nothing."""
     most, length = engine.max_model_len, _CHARACTERS_PER_TOKEN * engine.max_model_len
     while length < len(text):
         num_tokens = len(text_tokens(text[:length], engine.tokenizer, add_special_tokens=False))

@@ -49,9 +49,8 @@ _ROUTING = {
 
 
 def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
-    """Return an application that serves all models of `args["llm_configs"]`. args: options of ServeOptions; the
-    environment variable RAYSPEC_API_KEYS holds more keys, separated by commas. Starts Ray where it does not run.
-    Raises ConfigError."""
+    """Return an application that serves all models of `args["llm_configs"]`. args: options of ServeOptions;
+    RAYSPEC_API_KEYS in the environment holds more keys. Starts Ray where it does not run. Raises ConfigError."""
     if not ray.is_initialized():
         ray.init()
     options = with_sizes(serve_options(args, environment=os.environ))
@@ -77,8 +76,7 @@ def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
 
 
 def with_sizes(options: ServeOptions) -> ServeOptions:
-    """Return the options with the sizes of all engines, which admission goes by in other processes. Ray must be
-    running."""
+    """Return the options with the sizes of all engines, for admission in other processes. Ray must be running."""
     configs = []
     for config in options.llm_configs:
         engine = sized(config.engine)

@@ -1,5 +1,4 @@
-"""Runs batches on the endpoint's models, as a deployment of one replica. All its state is in the store: after a loss,
-the next runner runs the lines whose answers are not stored."""
+"""Runs batches in a deployment of one replica. All state is in the store, from which the next runner goes on."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ class BatchRunner:
             self._runs.pop(batch.id, None)
 
     async def _answer(self, batch_id: str, line: BatchLine) -> BatchResult | ApiError:
-        """Return the result of a line, or an ApiError if it was lost with a replica. Wait while the model is busy; of
-        several batches, lines run in turn."""
+        """Return a line's result, or an ApiError if it was lost. Wait while the model is busy; batches take turns."""
         model = self._model_of.get(line.model or "") or next(iter(self._models))
         handle, places = self._models[model], self._places[model]
         num_running = len(replicas_of(handle.app_name, handle.deployment_name))
@@ -135,8 +133,7 @@ class BatchRunner:
 
 @dataclass(slots=True)
 class BatchRun:
-    """Runs one batch to its end, from any saved state. answer: returns the result of a line, or an ApiError where the
-    line was lost with its replica."""
+    """Runs a batch to its end, from any saved state. answer: returns a result, or an ApiError for a lost line."""
 
     batch: Batch
     store: BatchStore
@@ -281,8 +278,7 @@ class BatchRun:
         return ended | self._written(line.unanswered(code, message).json_line().encode() for line in lines)
 
     def _written(self, left: Iterable[bytes] = ()) -> dict[str, Any]:
-        """Write the output and the error file. left: errors of lines without an answer. A repetition writes the same
-        files."""
+        """Write the output and the error file, the same each time. left: errors of lines without an answer."""
         answers = (line for _, failed, line in self.store.results(self.batch.id) if not failed)
         failures = (line for _, failed, line in self.store.results(self.batch.id) if failed)
         return {

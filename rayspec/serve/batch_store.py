@@ -14,12 +14,13 @@ import itertools
 import logging
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import IO, Literal, TypeVar
 
 import msgspec
@@ -67,8 +68,7 @@ class BatchStore:
         return cls(replace(Location.parse(folder), is_private=True))
 
     def lock(self) -> IO[bytes] | None:
-        """Lock the folder for this process, until the returned file is closed. Return None where the file system has no
-        locks, as an object store. Raises ConfigError while another process has the lock."""
+        """Lock the folder until the file is closed; None if it has no locks. Raises ConfigError if it is locked."""
         try:
             return self.folder.join(".lock").lock()
         except BlockingIOError:
@@ -79,13 +79,15 @@ class BatchStore:
     def sweep(self, age_s: float) -> None:
         """Delete what interrupted uploads and writes have left for longer than `age_s`, on this machine."""
         root, latest_s = self.folder.local_path, self.clock() - age_s
-        for name in self._ids("files") if root is not None else ():
-            folder = self.folder.join("files", name)
+        if root is None:
+            return
+        for name in self._ids("files"):
+            folder = root / "files" / name
             with suppress(OSError):  # deleted meanwhile
-                written = [path.lstat().st_mtime for path in (Path(folder.path), *Path(folder.path).iterdir())]
-                if _ID.fullmatch(name) and not folder.join("file.json").exists and max(written) < latest_s:
-                    folder.delete_folder()
-        for path in root.rglob(f".*{PARTIAL_SUFFIX}") if root is not None else ():
+                written = [path.lstat().st_mtime for path in (folder, *folder.iterdir())]
+                if _ID.fullmatch(name) and not (folder / "file.json").exists() and max(written) < latest_s:
+                    shutil.rmtree(folder)
+        for path in root.rglob(f".*{PARTIAL_SUFFIX}"):
             with suppress(OSError):
                 if path.lstat().st_mtime < latest_s:
                     path.unlink()
@@ -191,8 +193,7 @@ class BatchStore:
         return int(asked) if asked.isdigit() else int(self.clock())
 
     def lines(self, batch: Batch, max_lines: int) -> Iterator[BatchLine | BatchResult]:
-        """Yield the lines of the batch's input file, see `read_batch`. Raises InvalidRequestError if the file has more
-        lines, empty ones included."""
+        """Yield the lines of the input file, see `read_batch`. Raises InvalidRequestError if there are more."""
         with self.open_file(batch.input_file_id) as file:
             lines = limited_lines(file, MAX_LINE_BYTES)
             yield from read_batch(itertools.islice(lines, max_lines), source=batch.input_file_id)
@@ -200,8 +201,7 @@ class BatchStore:
                 raise InvalidRequestError(f"the file has more than {max_lines} lines: split it", code="too_many_lines")
 
     def add_results(self, batch_id: str, results: Iterable[bytes]) -> None:
-        """Write lines of results in one part, whole or not at all. Its name is unique, even if others add parts at the
-        same time."""
+        """Write lines of results in one part with a unique name, whole or not at all."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"
         with self._place(batch_id).join("results", name).writing() as file:
             file.writelines(results)

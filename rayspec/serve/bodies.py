@@ -92,8 +92,7 @@ def _check_encoding(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FormField:
-    """A field of a form. filename: None where the field is not a file. pieces: chunks of its content; reading the next
-    part skips chunks that are unread."""
+    """A field of a form. filename: None without a file. pieces: its content; the next part skips the rest of it."""
 
     name: str
     filename: str | None
@@ -102,8 +101,7 @@ class FormField:
 
 async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> AsyncIterator[FormField]:
     """Yield the parts of the form in their order. Raises InvalidRequestError or Refused for a body that is no form,
-    ends early, or is larger than a form with a file of `max_file_bytes`; and for one that takes longer than
-    `timeout_s`, and as much again for every 16 MiB that have come."""
+    ends early, or is too large; and for one that takes longer than `timeout_s`, and as much again for each 16 MiB."""
     _check_encoding(request)
     kind, parameters = _header(request.headers.get("content-type", ""))
     boundary = parameters.get("boundary", "")
@@ -128,8 +126,7 @@ async def read_form(request: Request, timeout_s: float, max_file_bytes: int) -> 
 
 
 def _header(value: str) -> tuple[str, dict[str, str]]:
-    """Return the value of a header and its parameters, without those of another encoding (`name*`). Raises
-    InvalidRequestError."""
+    """Return the value of a header and its parameters; not those in an encoding. Raises InvalidRequestError."""
     kind, separator, rest = value.partition(";")
     found: dict[str, str] = {}
     place, rest = 0, separator + rest.rstrip("; \t")

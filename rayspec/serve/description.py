@@ -48,8 +48,7 @@ class Description:
         self._schemas: dict[str, Any] = {}
 
     def answers(self, model: Any, *, streamed: bool = False) -> Responses:
-        """Return the `responses` of a route that answers with a `model` body or, if `streamed`, with events on
-        request."""
+        """Return the `responses` of a route that answers with a `model` body or, if `streamed`, events on request."""
         (schema,), found = msgspec.json.schema_components([model], ref_template=_SCHEMAS + "{name}")
         self._schemas |= found
         content: dict[str, Any] = {"application/json": {"schema": schema}}

@@ -1,5 +1,4 @@
-"""The HTTP server of `rayspec serve`: an ingress in the process of the command, behind uvicorn. Serve's proxy, as in
-`app.py`, would be two more processes that can fail, and has no deadline for headers."""
+"""The HTTP server of `rayspec serve`. Serve's proxy would be two processes more, without a deadline for headers."""
 
 from __future__ import annotations
 
@@ -102,9 +101,8 @@ async def _drop_body(receive: Receive) -> None:
 
 
 class _Parser(h11.Connection):
-    """Refuses long headers, of which h11 takes twice as much where they come at once; and bodies of tiny chunks: each
-    chunk costs the event loop as much as some kilobytes do. Of a whole URI as the target, as for proxies, the host
-    takes the place of the host header (RFC 9112, 3.2.2)."""
+    """Refuses long headers, also where they come at once, and bodies of tiny chunks, which cost the event loop as much
+    as kilobytes do. Takes the host of a whole URI as the target (RFC 9112, 3.2.2)."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -229,8 +227,7 @@ class _HttpConnection(H11Protocol):
 def http_server(
     app: ASGIApp, listener: socket.socket, *, header_timeout_s: float, write_timeout_s: float
 ) -> Iterator[threading.Thread]:
-    """Run the server in a thread while the context is open, and yield the thread. listener: a listening socket. The
-    timeouts are those of `_HttpConnection`."""
+    """Run the server in a thread, which is yielded. listener: listens. Timeouts: of `_HttpConnection`."""
     errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
     limits = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
     config = uvicorn.Config(

@@ -55,9 +55,8 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # pr
 
 
 class Ingress:
-    """Passes requests on to models. options: of the endpoint, without its keys. models: Serve's handles, by the ids
-    that requests use. runner: that of the BatchRunner; None where batches are off. hosts: see `allowed_host`.
-    num_ingresses: ingresses that share what the models admit."""
+    """Passes requests on to models. models: Serve's handles, by id. runner: that of the BatchRunner; None where batches
+    are off. hosts: see `allowed_host`. num_ingresses: ingresses that share what the models admit."""
 
     def __init__(
         self,
@@ -124,8 +123,7 @@ class Ingress:
             return json_response(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
-        """Return the card of a model or adapter. Until a model that scales to zero has run, its card says less.
-        Raises RequestError for a model that is not served, and Refused."""
+        """Return a model's or adapter's card; it says less before the first run. Raises RequestError, Refused."""
         if model not in self._cards:
             ready, own, deadline = self._ready_model(model), self.model_of[model], self._deadline()
             await deadline.within(self._presence(own))
@@ -139,8 +137,7 @@ class Ingress:
         return Deadline(self.options.request_timeout_s)
 
     def _looked(self) -> None:
-        """Give the requests as many places as the replicas have that run now: others would wait in Serve's queue, where
-        clients do not take turns."""
+        """Have places for the replicas that run: in Serve's queue, clients would not take turns."""
         for one in self.options.llm_configs:
             num_running = self.watch.num_running(one.model_id)
             self._places[one.model_id].resize(one.num_ongoing(num_running, self._num_ingresses))

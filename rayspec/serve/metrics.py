@@ -24,8 +24,7 @@ Record = Callable[[str, float, str], None]
 
 
 def ray_recorder(*, model: str, replica: str) -> Record:
-    """Return a function that passes values on to Ray, whose agents export them seconds later, see MetricSpec. model:
-    name under which the model is served."""
+    """Return a function that passes values on to Ray, see MetricSpec. model: the served name."""
     kinds: Any = {"counter": (Counter, "inc"), "gauge": (Gauge, "set"), "histogram": (Histogram, "observe")}
     recorders: dict[str, tuple[Callable[..., None], str]] = {}
     for spec in METRICS:
@@ -101,8 +100,7 @@ class EngineMetrics:
 
     @contextmanager
     def request(self) -> Iterator[Observe]:
-        """Yield what observes each output of a request. Leaving also counts a request whose caller leaves, or whose
-        engine dies."""
+        """Yield what observes each output of a request. A request that does not end counts when the block ends."""
         observer, error = RequestObserver(self._record, self._clock), None
         try:
             yield observer.observe
@@ -113,8 +111,7 @@ class EngineMetrics:
             observer.end("abort", error)
 
     def update(self, stats: EngineStats, load: EngineLoad, stages: Sequence[StageUse] = ()) -> None:
-        """Increase counters by the progress since the last call, and set gauges. stages: use of a pipeline's stages
-        since the last query. The engine may change `stats` during the call."""
+        """Increase counters, and set gauges. stages: use since the last query. `stats` may change meanwhile."""
         for name, total, label in _totals(stats):
             # As in Prometheus, a total that decreases has restarted at 0.
             before = self._totals.get((name, label), 0.0)

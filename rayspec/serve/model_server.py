@@ -90,8 +90,7 @@ class ModelServer:
         return await _encoded(work(), name)
 
     async def answer(self, line: BatchLine) -> BatchResult:
-        """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
-        if the line has no answer yet."""
+        """Return a batch line's result. Raises EngineDeadError and StageLostError if there is none yet."""
         limits: Any = {"background": self._background, "logprobs": self._background_logprobs}
         return await answer(line, self._engine, self._served, **limits)
 
@@ -110,8 +109,7 @@ class ModelServer:
     async def stream(
         self, kind: type[Request], body: bytes, name: str, owner: str = "", client: str = ""
     ) -> AsyncGenerator[bytes | ApiError, None]:
-        """Yield the answer as server-sent events. An error before the first event is yielded as it is, and ends the
-        stream; a later error is an event too. Closing the generator ends the request."""
+        """Yield the answer as events. An error before the first is yielded as it is, and ends the stream."""
         events = stream(
             await _parsed(kind, body),
             self._engine.owned_by(owner, client),
@@ -128,22 +126,19 @@ class ModelServer:
                 yield event
 
     async def remember(self, sender: str, vocab_size: int, texts: Sequence[OwnedText]) -> None:
-        """Let later texts of the same owners copy these, which another replica has finished. During an update, that may
-        have another model."""
+        """Let later texts of the same owners copy texts of another replica, if that has the same model."""
         engine = self._engine.client.engine
         if sender != _own_id() and engine is not None and vocab_size == engine.model.vocab_size:
             engine.remember(texts)
 
     async def check_health(self) -> None:
         """Check the engine for Serve, which ends the replica after several errors in a row. Raises StageLostError and
-        EngineDeadError. The watch ends a replica whose engine is stuck. While lost shards are being replaced, nothing
-        is wrong: the requests continue afterwards."""
+        EngineDeadError; nothing while lost shards are being replaced, after which the requests continue."""
         if self._failure is not None:
             raise self._failure
 
     async def record_routing_stats(self) -> ReplicaReport:
-        """Return the report at once. Serve runs only methods of this name and `check_health` without a wait behind
-        other requests, see `watch.py`."""
+        """Return the report at once: Serve runs only this and `check_health` before waiting requests."""
         health: EngineHealth = "stuck" if self._problem is not None else "ready"
         health = "engine dead" if self._failure is not None else health
         health = "recovering" if self._engine.client.is_recovering else health

@@ -132,14 +132,12 @@ class LLMConfig(Options):
         return self.num_replicas * (own + (parallel.num_cpus - 1 if parallel is not None else 0))
 
     def num_ongoing(self, num_running: int, num_ingresses: int = 1) -> int:
-        """Return how many requests the replicas that run now take from each of some ingresses at once. Where none runs,
-        as many as one would take: Serve starts a replica for requests that wait."""
+        """Return how many requests each ingress sends at once; without a replica, as if one ran: Serve starts it."""
         return -(-self.max_ongoing_requests * max(1, num_running) // num_ingresses)
 
     @property
     def max_admitted(self) -> int | None:
-        """Most sequences of the model's requests, running and waiting; None: no limit. By default three times the
-        sequences that are decoded at once, so that a request waits for about two others."""
+        """Most sequences of requests, running and waiting; None: no limit. By default 3 times those decoded at once."""
         queued = self.deployment_config.max_queued_requests
         if queued is None:
             queued = self.engine.num_seqs * self.num_replicas
@@ -239,8 +237,7 @@ _UNLIMITED = 100_000
 
 
 def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) -> ServeOptions:
-    """Return the options in the `args` of an application. environment: RAYSPEC_API_KEYS holds more keys, separated by
-    commas. A local folder of batches becomes absolute. Raises ConfigError."""
+    """Return the options in an application's `args`, with the keys in RAYSPEC_API_KEYS. Raises ConfigError."""
     more = tuple(filter(None, (key.strip() for key in environment.get("RAYSPEC_API_KEYS", "").split(","))))
     options = ServeOptions(**args)
     folder = None if options.batches is None else Location.parse(options.batches).absolute().name
@@ -258,11 +255,9 @@ def asked_options(
     batches: str | None = None,
     environment: Mapping[str, str],
 ) -> ServeOptions:
-    """Return the options of an endpoint. Raises ConfigError.
-
-    file: options of ServeOptions, in place of the engine's options. model_id: name of the model in requests; None: its
-    name in the engine's options. api_keys, cors, allowed_hosts: added to the file's. batches: replaces the file's.
-    """
+    """Return the options of an endpoint: those in `file`, or of the engine in `asked`. model_id: name of the model;
+    None: as in the engine's options. The lists are added to the file's, `batches` replaces the file's. Raises
+    ConfigError."""
     if file is None:
         settings = asked.settings()
         if settings.sampling != SamplingParams():

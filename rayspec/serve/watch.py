@@ -1,6 +1,5 @@
 """The status of each replica, which /status lists, and the watch, which kills replicas that neither answer nor end.
-Serve gives them up, too, but waits for their requests. Replicas whose engine is dead are Serve's business
-(`ModelServer.check_health`)."""
+Serve would wait for their requests. Dead engines are Serve's business (`ModelServer.check_health`)."""
 
 from __future__ import annotations
 
@@ -218,9 +217,8 @@ class Watch:
         self._unknown_until_s = time.monotonic() + _REPLACED_S
 
     def can_serve(self, model: str) -> bool:
-        """Return whether a request would reach an engine, now or after a wait. True at first while nothing is
-        known, so that a new ingress does not refuse requests that another would serve, and while Serve replaces all
-        replicas, as when their options change."""
+        """Return whether a request would reach an engine, now or after a wait. True at first while nothing is known, as
+        another ingress would serve, and while Serve replaces all replicas, as when their options change."""
         waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
         if model not in self.replicas:
             return time.monotonic() < self._unknown_until_s

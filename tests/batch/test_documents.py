@@ -374,6 +374,7 @@ def test_a_folder_of_hugging_faces_save_to_disk_is_its_rows(tmp_path: Path) -> N
         ),
         ("a.csv", b'text\nfine\n"never closed\nfine\n', "fine malformed_row"),
         ("a.csv", b"text,text\na,b\n", "duplicate_column"),
+        ("a.tsv", b"text\nof,commas\n", "of,commas"),
         ("a.csv", b"", "empty_file"),
         ("a.csv", b"text\n", "empty_file"),
         ("a.json", b"", "empty_file"),

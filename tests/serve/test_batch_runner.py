@@ -415,7 +415,7 @@ def test_refused_and_interrupted_uploads_leave_nothing(store: BatchStore, tmp_pa
     (files / "file-of-mine").mkdir()
     store.sweep(3600)
     assert len(list(files.iterdir())) == 3, "an upload may be under way"
-    replace(store, clock=lambda: time.time() + 7200).sweep(3600)
+    replace(BatchStore.at((tmp_path / "kept").as_uri()), clock=lambda: time.time() + 7200).sweep(3600)
     assert sorted(path.name for path in files.iterdir()) == sorted([kept.input_file_id, "file-of-mine"])
     assert sorted(path.name for path in (files / kept.input_file_id).iterdir()) == ["content", "file.json"]
 
