@@ -189,7 +189,7 @@ def _of_cases(strategy: str, batch: int, step: int, stages: int) -> list[tuple[s
 @pytest.mark.parametrize(
     ("strategy", "batch", "step", "stages"),
     few_of(
-        [("auto", 8, 1, 1), *product(STRATEGIES, (1, 8), (30,), (1, 2))],
+        [("auto", 8, 1, 1), ("auto", 1, 30, 2), ("knapspec", 8, 30, 2), *product(STRATEGIES, (8,), (30,), (1,))],
         [("auto", 8, 30, 1)],
     ),
 )
