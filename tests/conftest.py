@@ -138,6 +138,8 @@ def latency_profiles() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "_NUM_REPEATS", {"cpu": 2, "cuda": 1})
         patch.setattr(profile, "_CACHE_BYTES", 2**20)
+        patch.setattr("rayspec.decode.generate_state._NUM_REPEATS", 2)
+        patch.setattr("rayspec.decode.generate_state._NUM_REPEATS_OF_SEQUENCES", 1)
         patch.setattr(profile, "measure", measure_once)
         yield
 

@@ -11,12 +11,8 @@ from rayspec.ops.supported import read_table
 from tests.every_type import CASES, PAGE, build, engine_config, generated, outcome, page, require
 from tests.exhaustive import few_of
 
-# Kinds: split, attention of many kinds, recurrent state, no cache, positions of its own, composite.
-FEW = (
-    "bamba", "bert", "cpmant", "deepseek_v3", "diffllama", "exaone4", "falcon#alibi", "gemma3", "got_ocr2", "gpt2",
-    "llama4", "mamba2", "minimax", "ministral3#beta", "moshi", "openai-gpt", "qwen3_5", "recurrent_gemma", "rwkv",
-    "xlnet", "zamba",
-)  # fmt: skip
+# Kinds: split and composite, recurrent state, no cache, positions of its own, refused.
+FEW = ("bamba", "bert", "falcon#alibi", "gemma3", "gpt2", "moshi", "openai-gpt", "rwkv", "xlnet")
 
 
 @pytest.mark.parametrize("case", few_of(CASES, FEW))

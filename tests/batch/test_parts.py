@@ -15,6 +15,7 @@ from rayspec.batch.rows import Row
 from rayspec.batch.run_folder import DamagedOutputError, Parts
 from rayspec.command.locations import Location
 from rayspec.types import EmptyPromptError
+from tests.exhaustive import few_of
 
 TOKEN = {"token": " the", "logprob": -0.5}
 ROWS = [
@@ -115,7 +116,7 @@ def test_which_rows_count_does_not_depend_on_how_they_came(tmp_path: Path) -> No
         assert list(parts.rows()) == list(opened(tmp_path / str(number)).rows()) == expected
 
 
-@pytest.mark.parametrize("text", ["The agency paid the fee in May.", "fee " * 300])
+@pytest.mark.parametrize("text", few_of(["The agency paid the fee in May.", "fee " * 300], ["fee " * 300]))
 def test_a_flipped_bit_changes_no_row_in_silence(tmp_path: Path, text: str) -> None:
     rows = [replace(done(str(number), "0f"), text=f"{text} {number}") for number in range(20)]
     stored(tmp_path, *rows, at_once=20)

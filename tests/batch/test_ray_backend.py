@@ -103,20 +103,20 @@ def test_large_parquet_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pyt
 
 
 def _slow(row: dict[str, Any]) -> dict[str, Any]:
-    time.sleep(2)
+    time.sleep(1.5)
     return row
 
 
 def test_a_run_may_stand_still_for_any_time() -> None:
     """While its rows are made."""
     context = ray.data.DataContext.get_current()
-    usual, context.execution_no_progress_timeout_s = context.execution_no_progress_timeout_s, 1.0
+    usual, context.execution_no_progress_timeout_s = context.execution_no_progress_timeout_s, 0.5
     try:
         rows = ray.data.from_items([{"id": "a", "text": "a"}]).map(_slow)
         with pytest.raises(ExecutionTimeoutError, match="no progress"):
             rows.take_all()
         assert [row.id for row in rows_of(rows)] == ["a"]
-        assert rows.context.execution_no_progress_timeout_s == 1.0
+        assert rows.context.execution_no_progress_timeout_s == 0.5
     finally:
         context.execution_no_progress_timeout_s = usual
 

@@ -13,6 +13,7 @@ from rayspec.batch.report import RunReport
 from rayspec.batch.rows import Row
 from rayspec.command.settings import make_settings
 from rayspec.config import SamplingParams
+from tests.exhaustive import few_of
 
 ENGINE = {"model": "demo", "dtype": "float32", "num_threads": 1, "max_model_len": 256, "max_num_seqs": 1}
 SAMPLING = SamplingParams(max_tokens=48, temperature=3.0, seed=5, ignore_eos=True)
@@ -35,7 +36,7 @@ def texts_of(folder: Path) -> dict[str, str]:
     return {row["id"]: row["text"] for row in pq.read_table(folder / "texts.parquet").to_pylist()}
 
 
-@pytest.mark.parametrize("is_redone", [True, False], ids=["rows that are done again", "rows that are left"])
+@pytest.mark.parametrize("is_redone", few_of([True, False], [False]))
 def test_a_job_that_goes_on_copies_from_the_rows_that_it_has(tmp_path: Path, is_redone: bool) -> None:
     report = run(tmp_path, FIRST)
     assert report.stats.accepted_by_source.get("corpus", 0) == 0

@@ -11,6 +11,7 @@ from rayspec.model.row_counts import FIXED
 COMMAND = ("selfcheck", "--device", "cpu", "--num-threads", "1", "--quick")
 
 
+@pytest.mark.exhaustive
 def test_a_quick_check_of_this_installation(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayspec.decode.loading.independent_row_counts", lambda parts: FIXED)  # a test of its own
     result = run("--json", "out/c.json")

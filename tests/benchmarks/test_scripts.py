@@ -100,6 +100,7 @@ def test_the_ratio_is_the_share_of_changes(ratio: float) -> None:
     assert stream == mixed(DOMAINS, ratio, 401, seed=5)
 
 
+@pytest.mark.exhaustive
 def test_a_stream_with_saved_plans(tmp_path: Path) -> None:
     model = ModelIdentity.of(EngineConfig(model=demo.model_path()), 32)
     ledger = saved_plan("ledger", skip=(6, 8), num_sublayers=32, anchors=((1.0,) + (0.0,) * 127,), radius=0.5)
@@ -162,6 +163,7 @@ def rows() -> tuple[PaperRow, ...]:
     return predict_papers()
 
 
+@pytest.mark.exhaustive
 def test_predictions_by_hand(rows: tuple[PaperRow, ...]) -> None:
     """A 70B draft keeps 40 of 80 layers and the head: c = (40 * 1.711 + 2.101 + KV) / (80 * 1.711 + 2.101 + KV) GB."""
     wanted = ("knapspec", "Llama-3.1-70B", "GovReport")
@@ -180,6 +182,7 @@ def test_predictions_by_hand(rows: tuple[PaperRow, ...]) -> None:
     assert (1 + 0.944 * drafted) / (1 + cost * drafted) == pytest.approx(1.47)
 
 
+@pytest.mark.exhaustive
 def test_the_document_is_the_command_s(rows: tuple[PaperRow, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.papers.run.predict_papers", lambda: rows)
     document = Path(__file__).parents[2] / "docs" / "benchmarks" / "papers.md"

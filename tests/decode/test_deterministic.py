@@ -76,7 +76,7 @@ def test_a_loaded_engine_is_deterministic_to_the_bit(family: str, dtype: str) ->
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
-LENGTHS, MAX_TOKENS = (5, 37, 70, 9), 24
+LENGTHS, MAX_TOKENS = (5, 37, 70, 9), 14
 
 
 @pytest.fixture

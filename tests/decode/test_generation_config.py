@@ -18,7 +18,7 @@ from rayspec.types import CheckpointError
 from tests.engines import RandomPlans, complete, engine_with, tokens_of
 from tests.families import checkpoint, greedy, parts_of, reference
 
-NUM_TOKENS = 24
+NUM_TOKENS = 14
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS)
 # The first repeats itself, as does the text after it; the second has one token only.
 PROMPTS = [[5, 9, 7, 5, 9, 7, 5, 9], [3], [*range(20, 60)]]

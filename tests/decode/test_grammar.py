@@ -65,7 +65,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "knn-ssd": {"gate": False, "warm_start": PLANS, "draft_threshold": 0.3},
 }
 # The drafts of the others are chains, copies or trees, as those of `auto` and of the random plans below.
-FEW = [(name, 0.8) for name in ("auto", "recycling", "lookahead")]
+FEW = [(name, 0.8) for name in ("auto", "lookahead")]
 WAYS: dict[str, dict[str, Any]] = {
     "one by one": {"max_num_seqs": 1},
     "trees": {"num_beside": 40, "max_num_seqs": 8},
@@ -161,7 +161,7 @@ def _under_no_plan() -> list[tuple[str, str | None]]:
     return _under(None)[0]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", few_of(WAYS, ("trees", "continued", "preempted")))
 def test_the_text_is_that_of_plain_decoding_under_another_plan_every_round(way: str) -> None:
     kind = LookingUp if way == "continued" else RandomPlans
     texts, engine = _under(kind(3, len(_parts().sublayers)), **WAYS[way])

@@ -104,8 +104,8 @@ SCENARIOS = few_of(
         # `test_static_step.py` has the passes in static buffers, and graphs of them.
         ("llama", "plans", "one by one"),
         *product(["llama"], ["plans"], set(WAYS) - {"static", "one by one"}),
-        *product(["qwen3_moe"], ["plans"], ["preempted", "deterministic", "trees, rejection"]),
-        *product(["gemma2"], ["choices"], WAYS),
+        *product(["qwen3_moe"], ["plans"], ["deterministic", "trees, rejection"]),
+        *product(["gemma2"], ["choices"], set(WAYS) - {"one by one", "rejection"}),
         *product(["llama"], ["lookups"], ["rejection", "preempted", "deterministic"]),
         # `test_fused.py` compares the logits of all families with those of transformers.
         *((family, "plans", "rejection") for family in ("granite", "deepseek_v3")),

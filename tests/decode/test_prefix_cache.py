@@ -51,7 +51,7 @@ def _fails_now_and_then(stages: LocalStages, rng: random.Random) -> LocalStages:
 
 @pytest.mark.parametrize(
     ("family", "seed"),
-    few_of(list(product(["llama", "gemma2", "mistral", "qwen3_moe"], range(12))), [("llama", 0), ("mistral", 1)]),
+    few_of(list(product(["llama", "gemma2", "mistral", "qwen3_moe"], range(12))), [("mistral", 1)]),
 )
 def test_texts_do_not_depend_on_it(family: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With random plans and trees, while sequences are preempted, aborted and replayed, and pages pushed out. All runs
@@ -141,7 +141,7 @@ def _tokens(output: RequestOutput) -> list[tuple[int, ...]]:
     ("family", "way"),
     few_of(
         list(product(["gemma2", "gemma3_text", "mistral", "phi3", "mixtral"], ["plain", "static", "deterministic"])),
-        [("gemma3_text", "plain"), ("gemma3_text", "static")],
+        [("gemma3_text", "static")],
     ),
 )
 def test_long_texts_equal_generate_with_few_pages(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Log-probabilities of prompts are those of transformers, wherever the prompt is computed and however often."""
 
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.local_engine import load_engine
 from rayspec.types import RequestOutput
 from tests.engines import RandomPlans, complete, engine_with
+from tests.exhaustive import few_of
 from tests.families import checkpoint, parts_of, ragged_prompts, reference
 from tests.pipeline.loop import loop_engine
 
@@ -36,8 +38,10 @@ def _require(path: str, outputs: Sequence[RequestOutput]) -> None:
             )
 
 
-@pytest.mark.parametrize("is_static", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("family", "is_static"),
+    few_of(list(product(["llama", "gemma2"], [False, True])), [("llama", True), ("gemma2", False)]),
+)
 def test_after_preemptions_and_beside_drafts(family: str, is_static: bool) -> None:
     path = checkpoint(family)
     engine = engine_with(

@@ -80,7 +80,7 @@ def test_a_family_that_does_not_split_copies_and_says_so(family: str, caplog: py
 
 @pytest.mark.parametrize(
     ("strategy", "verification"),
-    few_of(list(product(COPYING, ["coupled", "rejection"])), [("recycling", "coupled"), ("lookup", "rejection")]),
+    few_of(list(product(COPYING, ["coupled", "rejection"])), [("recycling", "coupled")]),
 )
 def test_copies_do_not_change_the_text(strategy: str, verification: str) -> None:
     """Sampled, too, where the text is a function of the seed."""
@@ -104,7 +104,7 @@ def test_copies_do_not_change_the_text(strategy: str, verification: str) -> None
     assert [one.metrics.num_draft_tokens > 0 for one in drafted] == [True, False, True]
 
 
-@pytest.mark.parametrize("by", ["length", "token"])
+@pytest.mark.parametrize("by", few_of(["length", "token"], ["token"]))
 def test_an_end_inside_a_draft_is_the_end(by: str) -> None:
     [prompt] = _repetitive(1)
     [text] = greedy(checkpoint("opt"), [prompt], 40)
@@ -190,7 +190,9 @@ def test_recurrent_state_is_taken_back(family: str, tmp_path: Path) -> None:
     _require_charges(engine, prompts[0])
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "granitemoehybrid", "mamba2"])
+@pytest.mark.parametrize(
+    "family", few_of(["qwen3_next", "qwen3_5_moe", "granitemoehybrid", "mamba2"], ["qwen3_next", "mamba2"])
+)
 def test_a_verify_of_few_rows_is_one_chunk(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument or the attribute of the module says how long a chunk is."""
     model = every_type.build(family)
@@ -270,7 +272,7 @@ def _require_charges(engine: Engine, prompt: list[int]) -> None:
     ("strategy", "fewest_in_lockstep", "failing"),  # in the passes of a round, of which the last sequence is given up
     few_of(
         [(*each, failing) for each in (("ar", None), ("ar", 2), ("recycling", 2)) for failing in (20, 21, 22)],
-        [("ar", None, 21), ("ar", 2, 22), ("recycling", 2, 20)],
+        [("ar", None, 21), ("recycling", 2, 20)],
     ),
 )
 def test_a_lack_of_memory_in_a_pass_spoils_no_other_sequence(
@@ -296,7 +298,7 @@ def test_a_lack_of_memory_in_a_pass_spoils_no_other_sequence(
     ("family", "strategy"),  # tokens of a prompt to bert see later ones: no chunks
     few_of(
         list(product(["gpt2", "cohere2", "bert"], ["ar", *COPYING])),
-        [("gpt2", "recycling"), ("cohere2", "lookup"), ("bert", "ar")],
+        [("gpt2", "recycling"), ("bert", "ar")],
     ),
 )
 def test_preempted_sequences_start_again(family: str, strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:

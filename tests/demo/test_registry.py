@@ -68,6 +68,7 @@ def test_a_folder_with_the_name_of_a_bundled_model_is_told_of_once(
     assert "./demo-plain" in said
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_the_expected_file_is_not_kept(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _offer(monkeypatch, "0" * 64)
     with pytest.raises(CheckpointError, match="in place of 0000"):

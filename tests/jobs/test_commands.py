@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import few_of
+
 JOBS = Path(__file__).parent.parent.parent / "jobs"
 
 
 @pytest.mark.parametrize(
     ("job", "option"),
-    [("measure.py", "--cluster"), ("bench.py", "--strategies"), ("openai_batch.py", "--served-model-name")],
+    few_of(
+        [("measure.py", "--cluster"), ("bench.py", "--strategies"), ("openai_batch.py", "--served-model-name")],
+        [("measure.py", "--cluster")],
+    ),
 )
 def test_a_job_says_what_it_takes(
     job: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -35,7 +35,7 @@ def test_with_the_counts_that_are_found_a_row_has_the_same_bits_in_any_company(f
     """Sequences of one token; then one copy of a text token by token, the other in chains and trees, in scattered
     pages."""
     parts, device, rng = parts_of(checkpoint(family), dtype), torch.device("cpu"), random.Random(0)
-    counts, num_tokens = independent_row_counts(parts), 150
+    counts, num_tokens = independent_row_counts(parts), 80
     tokens = [rng.randrange(5, 90) for _ in range(num_tokens)]
     cache = KVCache(
         parts.shapes, 80 * PAGE_SIZE, dtype=parts.dtype, device=device, num_spare=counts.least, keeps_finite=True
@@ -85,7 +85,7 @@ def _require_counts(changes: Callable[[Tensor, PackedRows], Any], expected: RowC
     ("count", "expected"),
     few_of(
         [(64, RowCounts(1, 32)), (32, RowCounts(1, 16)), (8, FIXED), (7, RowCounts(8, 64)), (1, RowCounts(2, 64))],
-        [(32, RowCounts(1, 16)), (8, FIXED), (7, RowCounts(8, 64))],
+        [(32, RowCounts(1, 16)), (8, FIXED)],
     ),
 )
 def test_a_count_in_the_middle_that_matters_is_found(count: int, expected: RowCounts) -> None:

@@ -394,6 +394,7 @@ print(before - num_bytes("VmRSS"), sum(sizes), max(sizes))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="measures memory as Linux reports it")
+@pytest.mark.exhaustive
 def test_a_span_takes_the_memory_of_its_weights_and_offloaded_that_of_two_sublayers(tmp_path: Path) -> None:
     config = LlamaConfig(
         num_hidden_layers=8, hidden_size=768, intermediate_size=2048, num_attention_heads=12, vocab_size=1000

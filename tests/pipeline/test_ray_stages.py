@@ -46,7 +46,7 @@ from tests.waiting import freeze, wait_until
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
 LENGTHS = (20, 5, 60, 33, 12, 1, 25)
-LONG = SamplingParams(temperature=0.0, max_tokens=150)
+LONG = SamplingParams(temperature=0.0, max_tokens=80)
 PATIENCE_S = 60.0
 FREE_BYTES, PASS_BYTES = 8 * 2**20, 2**20
 ROOT = Path(__file__).parents[2]
@@ -150,9 +150,8 @@ def even(stages: int) -> tuple[int, ...]:
 
 
 def require_known_tokens(engine: Engine, known: Cases) -> None:
-    for seed in range(2):
-        with plans_of(engine, TravellingPlans(seed, 2 * NUM_LAYERS)):
-            assert tokens_of(complete(engine, known.prompts)) == known.expected
+    with plans_of(engine, TravellingPlans(0, 2 * NUM_LAYERS)):
+        assert tokens_of(complete(engine, known.prompts)) == known.expected
     assert 0 < engine.stats.num_accepted_tokens < engine.stats.num_draft_tokens
 
 
@@ -209,7 +208,9 @@ def test_a_slow_stage_gets_fewer_layers() -> None:
         (first, middle), (_, last) = stages_of(engine).replica.spans
         assert (first, last) == (0, 2 * num_layers)
         assert num_layers - middle // 2 <= num_layers // 4, "a seventh would make the stages equally fast"
-        assert tokens_of(complete(engine, prompts, LONG)) == greedy(demo.model_path(), prompts, 150, eos=(EOS,))
+        assert tokens_of(complete(engine, prompts, LONG)) == greedy(
+            demo.model_path(), prompts, LONG.max_tokens, eos=(EOS,)
+        )
     finally:
         engine.shutdown()
 

@@ -47,7 +47,7 @@ def begin(run: LoopEngine, known: Cases) -> None:
         run.engine.step()
 
 
-@pytest.mark.parametrize("seed", few_of(range(4), [2, 3]))
+@pytest.mark.parametrize("seed", few_of(range(4), [3]))
 def test_preempted_and_moved_sequences_keep_their_tokens(seed: int) -> None:
     known = known_cases()
     options: dict[str, Any] = {"kv_cache_tokens": 150, "max_num_batched_tokens": 16, "max_num_seqs": 6}
@@ -77,7 +77,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(SAMPLING, ("penalties", "many")))
+@pytest.mark.parametrize("name", few_of(SAMPLING, ("many",)))
 def test_with_a_seed_the_text_is_that_of_one_process(name: str) -> None:
     prompts = known_cases("qwen2").prompts[-4:]
     params = [SamplingParams(max_tokens=20, seed=1000 + index, **SAMPLING[name]) for index in range(len(prompts))]
@@ -170,7 +170,7 @@ OUT_OF_MEMORY = {
 
 
 @pytest.mark.parametrize("stage", few_of([0, 1, 2], [1]))
-@pytest.mark.parametrize("when", OUT_OF_MEMORY)
+@pytest.mark.parametrize("when", few_of(OUT_OF_MEMORY, ["draft", "verify"]))
 def test_out_of_memory_in_a_stage_fails_only_its_victims(when: str, stage: int) -> None:
     known = known_cases()
     with loop_engine(checkpoint("llama"), 3, plans(4), max_num_seqs=4, max_num_batched_tokens=64) as run:

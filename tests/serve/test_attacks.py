@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from typing_extensions import Self
 
+from tests.exhaustive import few_of
 from tests.serve.conftest import MAX_BYTES, MAX_FILE_BYTES
 from tests.serve.endpoint_process import (
     EndpointProcess,
@@ -114,7 +115,7 @@ HUGE: dict[str, tuple[str, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", HUGE)
+@pytest.mark.parametrize("name", few_of(HUGE, ("many prompts with some biases", "long texts")))
 def test_huge_bodies(demo_endpoint: EndpointProcess, name: str) -> None:
     path, body = HUGE[name]
     with attacked(demo_endpoint) as http:
@@ -132,7 +133,7 @@ def at_once(work: Callable[[int], object], number: int) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("kind", ["ids", "messages"])
+@pytest.mark.parametrize("kind", few_of(["ids", "messages"], ["ids"]))
 def test_many_large_bodies_at_once(demo_endpoint: EndpointProcess, kind: str) -> None:
     """Their sum would be 800 MB in memory, or seconds of the event loop."""
     ids = b'{"model":"demo","max_tokens":1,"prompt":[' + b"300," * 1_900_000 + b"300]}"

@@ -140,6 +140,7 @@ def until_served(endpoint: EndpointProcess) -> float:
 
 
 class TestReplicas:
+    @pytest.mark.exhaustive
     def test_a_killed_one_is_replaced(self, demo_endpoint: EndpointProcess) -> None:
         assert post(demo_endpoint).status_code == 200
         logged = demo_endpoint.errors.read_text(encoding="utf-8")

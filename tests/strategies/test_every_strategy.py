@@ -30,7 +30,7 @@ from tests.strategy_cases import latency_model
 NUM_LAYERS, NUM_SUBLAYERS = 4, 8
 MAX_DRAFT_TOKENS = 6
 LENGTHS = (37, 3, 120, 12, 70)  # a batch of five
-NUM_TOKENS = 40
+NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS)
 
 
@@ -89,8 +89,14 @@ def test_no_strategy_is_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "num_stages"),
-    # The tests after this one have some in one process.
-    few_of(list(product(OPTIONS, [1, 2])), [(name, 2) for name in OPTIONS]),
+    few_of(
+        list(product(OPTIONS, [1, 2])),
+        [
+            (name, 1 + (name in {"auto", "clasp", "lookahead", "recycling", "swift"}))
+            for name in OPTIONS
+            if name != "ar"
+        ],
+    ),
 )
 def test_the_strategy_itself_changes_no_token(strategy: str, num_stages: int) -> None:
     ran = require_known_tokens(made(strategy), num_stages)
@@ -104,7 +110,7 @@ def test_the_strategy_itself_changes_no_token(strategy: str, num_stages: int) ->
         assert any(isinstance(one.keep_drafting, DraftWhileSure) for one in rounds if isinstance(one, Round))
 
 
-@pytest.mark.parametrize("strategy", ["clasp", "swift"])
+@pytest.mark.parametrize("strategy", few_of(["clasp", "swift"], ["swift"]))
 def test_nor_where_norms_and_windows_differ_and_the_time_of_all_questions_counts(strategy: str) -> None:
     spent_s: list[float] = []
 
@@ -172,7 +178,7 @@ SAMPLED = SamplingParams(temperature=1.2, seed=7, max_tokens=NUM_TOKENS)
     ("strategy", "num_stages", "params"),
     few_of(
         list(product(OPTIONS, [1, 2], [GREEDY, SAMPLED])),
-        [*((name, 1, GREEDY) for name in ("ar", "clasp", "lookahead")), ("auto", 1, SAMPLED), ("auto", 2, GREEDY)],
+        [("clasp", 1, GREEDY), ("auto", 1, SAMPLED), ("lookahead", 2, GREEDY)],
     ),
 )
 def test_a_request_without_drafts_has_none_beside_others_and_the_same_text(

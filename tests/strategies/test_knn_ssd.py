@@ -14,6 +14,7 @@ from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
 from rayspec.strategies.tuning import features_of
 from rayspec.types import Plan, PlanRecord, RayspecError
 from tests.engines import complete, engine_with, requests_for, tokens_of
+from tests.exhaustive import few_of
 from tests.families import cases, checkpoint, parts_of
 from tests.pipeline.loop import loop_engine
 from tests.strategy_cases import LENGTHS, latency, round_of, saved_plan, state
@@ -145,7 +146,7 @@ def test_a_text_that_moved_is_looked_at_again_and_one_that_cannot_be_asked_is_of
     assert texts.asked.count("b") == texts.asked.count("unknown") == 1
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", few_of([1, 2], [2]))
 def test_real_texts_are_told_apart_and_their_tokens_stay_the_same(num_stages: int) -> None:
     """A batch of five, three at a time: each is near itself; the last is of no domain."""
     path = checkpoint("llama")

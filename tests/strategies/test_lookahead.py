@@ -47,7 +47,7 @@ def test_guesses_share_what_they_begin_with() -> None:
 def test_text_that_repeats_itself_takes_fewer_rounds() -> None:
     """And what is guessed right to its end is committed to its end, and the token after it."""
     parts, prompts = demo_parts(), demo_prompts(2, 8)
-    params = SamplingParams(temperature=0, max_tokens=160, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     plain = complete(engine_with(parts, eos=(EOS,)), prompts, params)
     engine = engine_with(parts, lookahead_plan(32), eos=(EOS,), num_beside=64)
     outputs = complete(engine, prompts, params)

@@ -22,6 +22,7 @@ from rayspec.model.cuda import operations
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.exhaustive
 def test_everything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read and multiplied is smaller than caches, so that speeds mean nothing."""
     monkeypatch.setattr(bandwidth, "cache_bytes", lambda device: 2**20)

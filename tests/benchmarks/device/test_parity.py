@@ -68,6 +68,7 @@ def test_replays_have_the_bits_of_eager_passes() -> None:
     assert all(one.is_small for one in found)
 
 
+@pytest.mark.exhaustive
 def test_a_part_that_cannot_be_captured_and_a_wrong_graph_are_found() -> None:
     assert not all(one.is_small for one in replayed(RecordingDriver(refuses=lambda number: number == 5)))
     assert not all(one.is_small for one in replayed(_Mixed()))

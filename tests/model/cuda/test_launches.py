@@ -63,7 +63,11 @@ def _agree(sequences: list[Rows], **options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"window": 1}, {"window": 21}, {"softcap": 2.0}, {"window": 70, "softcap": 1.0}]
+    "options",
+    few_of(
+        [{}, {"window": 1}, {"window": 21}, {"softcap": 2.0}, {"window": 70, "softcap": 1.0}],
+        [{"window": 70, "softcap": 1.0}],
+    ),
 )
 @pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
 def test_ragged_rows_see_what_they_should(options: dict[str, Any], parents: tuple[int, ...]) -> None:
@@ -95,14 +99,14 @@ def test_splits_are_merged(window: int, parents: tuple[int, ...], dtype: torch.d
     _agree([random_rows(253, 7, parents=parents, **options), *chains], bucket=LONG, window=window)
 
 
-@pytest.mark.parametrize("group", few_of(range(1, 9), (1, 3, 8)))
+@pytest.mark.parametrize("group", few_of(range(1, 9), (3, 8)))
 @pytest.mark.parametrize(("num_kv_heads", "dtype"), [(1, torch.float32), (2, torch.float16)])
 def test_any_number_of_query_heads_shares_a_key_head(group: int, num_kv_heads: int, dtype: torch.dtype) -> None:
     heads = (group * num_kv_heads, num_kv_heads)
     _agree([random_rows(30, 5, heads=heads, dtype=dtype), random_rows(70, 8, heads=heads, dtype=dtype)])
 
 
-@pytest.mark.parametrize("dim", few_of([64, 80, 96, 112, 128, 256], (80, 128, 256)))
+@pytest.mark.parametrize("dim", few_of([64, 80, 96, 112, 128, 256], (80, 256)))
 @pytest.mark.parametrize("bucket", [DECODE_OR_VERIFY, CHUNK])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_any_size(dim: int, bucket: tuple[int, int], dtype: torch.dtype) -> None:
@@ -110,7 +114,7 @@ def test_heads_of_any_size(dim: int, bucket: tuple[int, int], dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("window", [0, 50])
+@pytest.mark.parametrize("window", few_of([0, 50], [50]))
 @pytest.mark.parametrize("parents", [(), TREE], ids=["chain", "tree"])
 def test_chunks_of_prompts(parents: tuple[int, ...], window: int, dtype: torch.dtype) -> None:
     """More rows than a tile, beside a decode and a verify."""

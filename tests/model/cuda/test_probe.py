@@ -89,7 +89,9 @@ def _off_by_one(launch: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: SimpleNamespace(run=lambda: run(*args))
 
 
-@pytest.mark.parametrize("operator", ["rms_norm", "gated", "rotate_and_write", "attend", "product"])
+@pytest.mark.parametrize(
+    "operator", few_of(["rms_norm", "gated", "rotate_and_write", "attend", "product"], ["rotate_and_write", "attend"])
+)
 def test_a_wrong_result_of_any_kernel_is_found(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches, operator, _off_by_one(getattr(launches, operator)))
     found = find_fault(SHAPES)
@@ -107,7 +109,7 @@ def test_a_cache_that_is_written_wrongly_is_found(monkeypatch: pytest.MonkeyPatc
     assert "rotate_and_write computes something else" in (find_fault(SHAPES).fault or "")
 
 
-@pytest.mark.parametrize("kind", few_of(["decode", "verify", "tree", "chunk", "tree with a chunk"], ["tree", "chunk"]))
+@pytest.mark.parametrize("kind", few_of(["decode", "verify", "tree", "chunk", "tree with a chunk"], ["tree"]))
 def test_each_kind_of_pass_is_tried(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk may need more shared memory than there is, though a decode fits."""
     launch = launches.attend

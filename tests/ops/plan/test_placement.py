@@ -15,6 +15,7 @@ from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, layouts, place
 from rayspec.types import ConfigError
 from tests import every_type
+from tests.exhaustive import few_of
 from tests.families import checkpoint
 from tests.ops.plan.models import LLAMA_70B, LLAMA_405B
 
@@ -162,7 +163,7 @@ def test_a_model_that_does_not_split_has_no_sublayers(run: Any, tmp_path: Path) 
     assert "'stages' is 2, but stages cannot divide the model: gpt2: it does not run without weights" in refused.stderr
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "mamba2"])
+@pytest.mark.parametrize("family", few_of(["qwen3_next", "mamba2"], ["mamba2"]))
 def test_recurrent_state_counts_for_each_sequence(family: str, run: Any, tmp_path: Path) -> None:
     config = every_type.config_of(family)
     layers = model_sizes(config, dtype=torch.float32).layers
