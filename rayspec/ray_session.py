@@ -94,7 +94,7 @@ def _leave() -> None:
 def _start(num_cpus: float) -> None:
     if (address := os.environ.get("RAY_ADDRESS")) is not None:
         try:
-            _require_listener(address)
+            require_listener(address)
             ray.init(logging_level=logging.WARNING)
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
@@ -117,10 +117,11 @@ def _start(num_cpus: float) -> None:
         ) from error
 
 
-def _require_listener(address: str) -> None:
-    """Raise OSError if nobody listens at HOST:PORT, where Ray would wait for ever. Other addresses pass."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in address or not port.isdecimal():
+def require_listener(address: str) -> None:
+    """Raise OSError if nobody listens at HOST:PORT or ray://HOST:PORT, where Ray would wait long, or for ever. Other
+    addresses pass."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()

@@ -177,6 +177,16 @@ LAYER = "base_model.model.model.layers.1"
             {"tensors": {f"{LAYER}7.mlp.up_proj.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}},
             "it has layer 17, and the model only 4",
         ),
+        (
+            {
+                "tensors": {
+                    f"{LAYER}.mlp.up_proj.lora_A.weight": torch.ones(2, 64),
+                    f"{LAYER}.mlp.up_proj.lora_B.weight": torch.ones(96, 3),
+                }
+            },
+            "up_proj.lora_A.weight",
+        ),
+        ({"tensors": {f"{LAYER}.mlp.up_proj.lora_B.weight": torch.ones(96, 2)}}, "up_proj.lora_B.weight"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

@@ -125,14 +125,15 @@ def _products_of(folder: str) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
             f"the adapter {folder!r} has no readable {_WEIGHTS} ({error}): save it with save_pretrained() of peft"
         ) from error
     found = {}
-    for key, down in tensors.items():
+    for key in tensors:
         match = _KEY.fullmatch(key)
-        up = tensors.get(key.replace(".lora_A.", ".lora_B."))
-        if match is None or up is None or down.dim() != 2 or up.dim() != 2:
-            raise CheckpointError(f"the adapter {folder!r} has {key}, which is not supported: {_MERGE}")
-        if ".lora_A." in key:
-            scale = _scale(config, match["path"], len(down))
-            found[int(match["layer"]), match["module"]] = (down.float(), up.float() * scale)
+        down, up = (tensors.get(re.sub(r"\.lora_[AB]\.", f".lora_{one}.", key)) for one in "AB")
+        if match is None or down is None or up is None or down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1]:
+            raise CheckpointError(
+                f"the adapter {folder!r} has {key}, which is not supported, or without its other half: {_MERGE}"
+            )
+        scale = _scale(config, match["path"], len(down))
+        found[int(match["layer"]), match["module"]] = (down.float(), up.float() * scale)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -132,7 +132,8 @@ def model_sizes(
         raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
     model, parts = _meta_model(config, dtype)
     calls: Sequence[Sequence[LayerShape]] | None = None
-    kept, why_whole = None, ""
+    kept: Sequence[tuple[int, int]] = ()  # by layer, bytes of every token and of the sequence
+    why_whole = ""
     if parts is not None and may_split:
         try:  # the calls that an engine sees when it has loaded the model
             calls = list(attention_calls(model, parts).values())
@@ -148,7 +149,10 @@ def model_sizes(
             flow = layer_flow(model)
         except UnsupportedModelError as error:
             why_whole = str(error)
-    calls = calls or (_named_calls(layers, text) if kept is None else [()] * len(layers))
+    kept = kept or [  # ranks share the heads of a call; each has at least one
+        (bytes_per_slot([replace(call, num_heads=math.ceil(call.num_heads / tensor)) for call in own], dtype), 0)
+        for own in calls or _named_calls(layers, text)
+    ]
     head = list(model.get_output_embeddings().parameters())
     known = {id(parameter) for parameter in (*layers.parameters(), *head)}
     tied = any(parameter is model.get_input_embeddings().weight for parameter in head)
@@ -157,7 +161,7 @@ def model_sizes(
     size = dtype.itemsize
     linear_bytes = BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else size
     sizes = []
-    for number, (layer, own) in enumerate(zip(layers, calls, strict=True)):
+    for number, (layer, (token_bytes, sequence_bytes)) in enumerate(zip(layers, kept, strict=True)):
         sublayers = parts.sublayers[2 * number : 2 * number + 2] if parts is not None else ()
         weights = [[weight for module in one.modules for weight in module.parameters()] for one in sublayers]
         sizes.append(
@@ -170,14 +174,8 @@ def model_sizes(
                     for one in sublayers
                     for each in (draft_weights if quantization is None else ())
                 ),
-                # Ranks share the heads of a call. Each has at least one.
-                kv_bytes_per_token=bytes_per_slot(
-                    [LayerShape(math.ceil(call.num_heads / tensor), call.key_dim, call.value_dim) for call in own],
-                    dtype,
-                )
-                if kept is None
-                else kept[number][0],
-                state_bytes=2 * kept[number][1] if kept is not None else 0,
+                kv_bytes_per_token=token_bytes,
+                state_bytes=2 * sequence_bytes,
                 window=window_of(getattr(layer, "self_attn", None), text),
             )
         )

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rayspec.model.architecture import rounding_tolerance
-from rayspec.model.attention import pack
-from rayspec.model.kv_cache import KVCache, LayerShape
+from rayspec.model.architecture import largest_difference, rounding_tolerance
+from rayspec.model.kv_cache import LayerShape
+from rayspec.model.load_check import CheckRows, CheckSequence
 from rayspec.model.matrices import SummedLinear
-from rayspec.model.rows import RowSpan, one_run
 from rayspec.model.sublayers import Decomposition, Sublayer, run
 from rayspec.pipeline.collective import store_at
 from rayspec.types import ConfigError, UnsupportedModelError
@@ -40,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 _OPTION = "tensor"
 _NUM_CHECK_TOKENS = 10
-# Scale of the test states. Blocks normalise them, so a block's output is large in comparison: they hide no error.
-_CHECK_SCALE = 1e-2
 # Largest share of a block's weights that may stay whole on every rank: norms, biases, routers.
 _MOST_WHOLE = 0.1
 _SPLIT_FAILURES = (
@@ -198,7 +195,7 @@ def _objection(
     difference, found = math.inf, "it computes something else"
     try:
         pairs = zip(expected, _outputs(copies, parts), strict=True)
-        difference = max(float((a.float() - b.float()).abs().max() / a.float().abs().max()) for a, b in pairs)
+        difference = max(largest_difference(found, whole) for whole, found in pairs)
     except _SPLIT_FAILURES as error:
         found = f"the split layer fails with {type(error).__name__}: {error}"
     worst = group.largest(difference)
@@ -208,14 +205,9 @@ def _objection(
 @torch.inference_mode()
 def _outputs(layers: Sequence[_Layer], parts: Decomposition) -> list[Tensor]:
     """Run each sublayer on the same random hidden states and return the outputs."""
-    weight = next(layers[0].sublayers[0].block.parameters())
-    cache = KVCache(parts.shapes, _NUM_CHECK_TOKENS, dtype=weight.dtype, device=weight.device)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, _NUM_CHECK_TOKENS, parts.config.hidden_size, generator=generator)
-    hidden = hidden.to(weight.device, weight.dtype)
-    rows = pack(cache, [RowSpan(one_run(0, _NUM_CHECK_TOKENS), 0, _NUM_CHECK_TOKENS)], device=weight.device)
-    parts.rotate(hidden, rows)
-    return [run((sublayer,), hidden * _CHECK_SCALE, rows) for layer in layers for sublayer in layer.sublayers]
+    check = CheckRows(parts, [CheckSequence(0, (_NUM_CHECK_TOKENS,))])
+    (hidden,), (rows,) = check.hidden, check.passes
+    return [run((sublayer,), hidden, rows) for layer in layers for sublayer in layer.sublayers]
 
 
 def _move_all_but(kept: Collection[nn.Module], module: nn.Module, device: torch.device) -> None:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import platform
-import socket
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import RayError
@@ -23,9 +21,9 @@ from rayspec.config import EngineConfig
 from rayspec.machine import installed_version
 from rayspec.ops.doctor.machine import Finding, check_machine, check_model, ok, problem, skipped, warning
 from rayspec.pipeline.placement import first_line
+from rayspec.ray_session import require_listener
 
 _NODE_TIMEOUT_S = 120.0
-_NO_ANSWER = f"no answer within {_NODE_TIMEOUT_S:.0f} s"
 _PACKAGES = ("rayspec", "ray", "torch", "transformers")
 
 
@@ -97,19 +95,14 @@ class Peer:
 
 def cluster_findings(address: str, model: str | None) -> list[Finding]:
     """Check the cluster at `address`, in the form of ray.init, or the cluster that this process is connected to."""
-    place, is_ours = urlsplit(address if "//" in address else f"//{address}"), not ray.is_initialized()
+    is_ours = not ray.is_initialized()
     try:
-        if place.hostname is not None and place.port is not None:  # Ray itself would try for half a minute
-            socket.create_connection((place.hostname, place.port), timeout=3.0).close()
-    except OSError:
-        remedy = "start Ray there (ray start --head), name another address, or open the port between here and there"
-        return [problem("cluster", f"nothing answers at {address}", remedy)]
-    try:
+        require_listener(address)
         if is_ours:
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
         return _findings(model)
-    except (RayError, ConnectionError, RuntimeError, ValueError) as error:
-        remedy = "is it running, and the same Ray and Python here?"
+    except (RayError, OSError, RuntimeError, ValueError) as error:
+        remedy = "start Ray there (ray start --head) in the versions of here, correct the address, or open its port"
         return [problem("cluster", f"{address}: {first_line(error)}", remedy)]
     finally:
         if is_ours:
@@ -214,7 +207,8 @@ def _answers(references: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for reference in references:
         try:
-            found.append(ray.get(reference) if reference in arrived else TimeoutError(_NO_ANSWER))
+            late = TimeoutError(f"no answer within {_NODE_TIMEOUT_S:.0f} s")
+            found.append(ray.get(reference) if reference in arrived else late)
         except RayError as error:  # noqa: PERF203 - one node may fail
             found.append(getattr(error, "cause", None) or error)
     return found

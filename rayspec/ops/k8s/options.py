@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,10 +21,9 @@ Kind = Literal["job", "service", "cluster"]
 
 # KubeRay truncates names that it derives from these: ray-operator/controllers/ray/utils/constant.go, v1.7.0.
 _MAX_NAME: dict[Kind, int] = {"job": 47, "service": 47, "cluster": 53}
-_DNS_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_DNS_SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 # Two shells read an entrypoint, the submitter's and that of Ray's job runner: it has no special characters.
-_PLAIN_WORD = re.compile(r"[A-Za-z0-9@%+=:,./_~*\[\]-]+")
+_PLAIN_WORD = r"[A-Za-z0-9@%+=:,./_~*\[\]-]+"
 _WHERE: dict[str, tuple[Kind, ...]] = {
     "inputs": ("job",),
     "output": ("job",),
@@ -34,6 +33,18 @@ _WHERE: dict[str, tuple[Kind, ...]] = {
     "max_replicas": ("service", "cluster"),
     "redis_address": ("service", "cluster"),
 }
+
+
+def _words(form: str, remedy: str) -> Callable[[Any], Any]:
+    """Return what refuses values that are no word of this form, or no tuple of such words."""
+
+    def checked(value: Any) -> Any:
+        words = value if isinstance(value, tuple) else (value,)
+        if not all(word is None or re.fullmatch(form, word) for word in words):
+            raise ValueError(remedy)
+        return value
+
+    return checked
 
 
 class RenderOptions(Options):
@@ -94,41 +105,17 @@ class RenderOptions(Options):
     operator_namespace: str = Field("default", description="where KubeRay's operator runs")
     monitoring_namespace: str = Field("monitoring", description="namespace whose pods may read metrics")
 
-    @field_validator("name", "namespace", "operator_namespace", "monitoring_namespace")
-    @classmethod
-    def _dns_label(cls, name: str | None) -> str | None:
-        if name is not None and not (_DNS_LABEL.fullmatch(name) and len(name) <= 63):
-            raise ValueError("use up to 63 lower-case letters, digits and '-', with a letter at the beginning")
-        return name
-
-    @field_validator("models_claim", "storage_class", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret")
-    @classmethod
-    def _dns_subdomain(cls, name: str | None) -> str | None:
-        if name is not None and not _DNS_SUBDOMAIN.fullmatch(name):
-            raise ValueError("use lower-case letters, digits, '-' and '.', with a letter or digit at both ends")
-        return name
-
-    @field_validator("image", "gpu_resource")
-    @classmethod
-    def _one_word(cls, name: str | None) -> str | None:
-        if name is not None and not re.fullmatch(r"\S+", name):
-            raise ValueError("give a name without spaces")
-        return name
-
-    @field_validator("redis_address")
-    @classmethod
-    def _host_and_port(cls, address: str | None) -> str | None:
-        if address is not None and not re.fullmatch(r"[^:/\s]+:\d{1,5}", address):
-            raise ValueError("give it as HOST:PORT, as redis:6379")
-        return address
-
-    @field_validator("model", "output", "inputs")
-    @classmethod
-    def _means_nothing_to_a_shell(cls, value: Any) -> Any:
-        for word in value if isinstance(value, tuple) else (value,):
-            if word is not None and not _PLAIN_WORD.fullmatch(word):
-                raise ValueError("it goes through shells: rename what has spaces, quotes, '$', '&', ';' or the like")
-        return value
+    _labels = field_validator("name", "namespace", "operator_namespace", "monitoring_namespace")(
+        _words(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "use up to 63 lower-case letters, digits and '-', first a letter")
+    )
+    _subdomains = field_validator(
+        "models_claim", "storage_class", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret"
+    )(_words(_DNS_SUBDOMAIN, "use lower-case letters, digits, '-' and '.', with a letter or digit at both ends"))
+    _no_spaces = field_validator("image", "gpu_resource")(_words(r"\S+", "give a name without spaces"))
+    _places = field_validator("redis_address")(_words(r"[^:/\s]+:\d{1,5}", "give it as HOST:PORT, as redis:6379"))
+    _plain_words = field_validator("model", "output", "inputs")(
+        _words(_PLAIN_WORD, "it goes through shells: rename what has spaces, quotes, '$', '&', ';' or the like")
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

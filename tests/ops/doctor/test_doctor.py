@@ -296,7 +296,14 @@ def test_a_cluster_that_is_not_there_is_a_problem_and_no_traceback(scheme: str) 
         port = listener.getsockname()[1]
     (finding,) = cluster_findings(f"{scheme}127.0.0.1:{port}", None)
     assert finding.status == "problem"
-    assert f"nothing answers at {scheme}127.0.0.1:{port}" in finding.found
+    assert finding.found.startswith(f"{scheme}127.0.0.1:{port}: [Errno 111] Connection refused")
+
+
+def test_an_address_that_cannot_be_read_is_a_problem_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    (finding,) = cluster_findings("host:port", None)
+    assert finding.status == "problem"
 
 
 def test_a_node_tells_of_itself(tmp_path: Path) -> None:
