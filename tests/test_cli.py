@@ -202,7 +202,7 @@ def test_ctrl_c_leaves_the_rows_so_far(tmp_path: Path) -> None:
     try:
         wait_until((tmp_path / "out.jsonl.run" / "rows").exists, process=process)
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=200)
     finally:
         process.kill()
         process.wait()

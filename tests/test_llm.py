@@ -248,7 +248,7 @@ def test_a_shutdown_ends_calls_that_are_under_way_and_refuses_later_ones() -> No
             time.sleep(0.01)
         one.shutdown()
         with pytest.raises(EngineDeadError, match="it was stopped"):
-            call.result(10)
+            call.result(60)
     assert not one.engine.has_unfinished
     with pytest.raises(EngineDeadError, match="it was stopped"):
         next(left)

@@ -93,7 +93,7 @@ SHARING = """
 def test_the_last_of_the_sessions_that_share_a_ray_stops_it(ray_folder: Path, ray_environment: None) -> None:
     folder = ray_folder / "sharing"
     folder.mkdir()
-    output, _ = start(SHARING, folder).communicate(timeout=120)
+    output, _ = start(SHARING, folder).communicate(timeout=280)
     assert output.splitlines() == ["starting Ray on this machine", "True", "False"]
     wait_until_gone(folder, 60)
 

@@ -11,7 +11,7 @@ from rayspec.pool.stopped import is_stopped_here
 
 
 def wait_until(
-    reached: Callable[[], bool], timeout_s: float = 120.0, *, process: subprocess.Popen[Any] | None = None
+    reached: Callable[[], bool], timeout_s: float = 240.0, *, process: subprocess.Popen[Any] | None = None
 ) -> float:
     """Return the seconds that it took. process: must not end meanwhile."""
     start_s = time.monotonic()

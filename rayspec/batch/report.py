@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -241,11 +242,17 @@ def _number(value: float | None) -> str:
 
 def page_of(name: str, **values: Any) -> str:
     """Return one of the pages here. An HTML page has its style, and neither scripts nor outside resources."""
+    style = (_HERE / "report.css").read_text(encoding="utf-8")
+    page: str = _environment().get_template(name).render(style=style, **values)
+    return page.rstrip() + "\n"
+
+
+@cache
+def _environment() -> Environment:
+    """Return the templates, each of which is compiled once."""
     environment = Environment(loader=FileSystemLoader(_HERE), autoescape=select_autoescape(), trim_blocks=True)
     environment.filters["inert"] = lambda text: _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
-    style = (_HERE / "report.css").read_text(encoding="utf-8")
-    page: str = environment.get_template(name).render(style=style, **values)
-    return page.rstrip() + "\n"
+    return environment
 
 
 def token_sources(stats: EngineStats) -> list[tuple[str, float]]:

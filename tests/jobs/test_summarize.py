@@ -28,7 +28,7 @@ def test_summaries_and_a_report_are_made(tmp_path: Path, ray_cluster: None, monk
     (tmp_path / "empty.txt").touch()
     options = "--max-model-len 512 --text-column body --max-tokens 30"
     job = start(tmp_path, "*.*", "--output", "out", *FAST, *options.split())
-    output, errors = job.communicate(timeout=120)
+    output, errors = job.communicate(timeout=280)
     assert job.returncode == 3, errors
     assert "8 rows, 3 failed" in output
     rows = {row["id"]: row for row in pq.read_table(tmp_path / "out" / "summaries.parquet").to_pylist()}

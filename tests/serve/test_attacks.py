@@ -115,7 +115,7 @@ HUGE: dict[str, tuple[str, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(HUGE, ("many prompts with some biases", "long texts")))
+@pytest.mark.parametrize("name", few_of(HUGE, ("long texts", "a huge tool message")))
 def test_huge_bodies(demo_endpoint: EndpointProcess, name: str) -> None:
     path, body = HUGE[name]
     with attacked(demo_endpoint) as http:

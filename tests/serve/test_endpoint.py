@@ -1,5 +1,5 @@
-"""The endpoint behind Serve's proxy, as `serve deploy` starts it: a real Serve with a model that takes one request at a
-time."""
+"""Answers of a real endpoint: of `rayspec serve`, and behind Serve's proxy, as `serve deploy` starts it, with a model
+that takes one request at a time."""
 
 import json
 import os
@@ -57,6 +57,7 @@ class Report(pydantic.BaseModel):
 class Endpoint:
     url: str
     http: httpx2.Client
+    model: str = MODEL
 
     def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
         return self.http.post(path, json=body, **more)
@@ -67,7 +68,7 @@ class Endpoint:
 
 
 @pytest.fixture(scope="module")
-def endpoint(ray_cluster: None) -> Iterator[Endpoint]:
+def deployed(ray_cluster: None) -> Iterator[Endpoint]:
     with Address(port=0).bound() as listener:
         address = Address(port=listener.getsockname()[1])
     serve.start(http_options={"host": address.host, "port": address.port}, logging_config={"log_level": "WARNING"})
@@ -86,6 +87,16 @@ def endpoint(ray_cluster: None) -> Iterator[Endpoint]:
     serve.run(build_openai_app(args), name=APP, logging_config={"log_level": "ERROR", "enable_access_log": False})
     with httpx2.Client(base_url=address.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
         yield Endpoint(address.url, http)  # Serve ends with Ray: it would wait for the replica that was lost last
+
+
+@pytest.fixture(scope="module", params=["demo_endpoint", pytest.param("deployed", marks=pytest.mark.exhaustive)])
+def endpoint(request: pytest.FixtureRequest) -> Iterator[Endpoint]:
+    found = request.getfixturevalue(request.param)
+    if isinstance(found, Endpoint):
+        yield found
+    else:
+        with httpx2.Client(base_url=found.url, timeout=60) as http:
+            yield Endpoint(found.url, http, "demo")
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +121,22 @@ def events(lines: Iterator[str]) -> list[Any]:
 
 
 class TestAnswers:
-    def test_completions(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
+    def test_completions(self, endpoint: Endpoint, client: openai.OpenAI, llm: rayspec.LLM) -> None:
         prompts = ["The report found that", "In 2011 the department"]
         expected = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
-        whole = client.completions.create(model=MODEL, prompt=prompts, **GREEDY)
+        whole = client.completions.create(model=endpoint.model, prompt=prompts, **GREEDY)
         assert [choice.text for choice in whole.choices] == expected
-        assert whole.model == MODEL
+        assert whole.model == endpoint.model
         texts = ["", ""]
-        with client.completions.create(model=MODEL, prompt=prompts, stream=True, **GREEDY) as stream:
+        with client.completions.create(model=endpoint.model, prompt=prompts, stream=True, **GREEDY) as stream:
             for chunk in stream:
                 texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == expected
 
-    def test_a_parsed_answer_has_its_schema(self, client: openai.OpenAI, llm: rayspec.LLM) -> None:
+    def test_a_parsed_answer_has_its_schema(self, endpoint: Endpoint, client: openai.OpenAI, llm: rayspec.LLM) -> None:
         form = StructuredOutputsParams(json=Report)
         expected = llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=500, structured_outputs=form))[0]
-        asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0.0, "max_tokens": 500}
+        asked: Any = {"model": endpoint.model, "messages": MESSAGES, "temperature": 0.0, "max_tokens": 500}
         answer = client.chat.completions.parse(response_format=Report, **asked)
         assert isinstance(answer.choices[0].message.parsed, Report)
         with client.chat.completions.stream(response_format=Report, **asked) as stream:
@@ -136,19 +147,23 @@ class TestAnswers:
         assert answer.usage.completion_tokens == len(expected.outputs[0].token_ids)
         assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
 
-    def test_models(self, client: openai.OpenAI) -> None:
-        assert [model.id for model in client.models.list()] == [MODEL]
-        assert client.models.retrieve(MODEL).id == MODEL
+    def test_models(self, endpoint: Endpoint, client: openai.OpenAI) -> None:
+        assert endpoint.model in [model.id for model in client.models.list()]
+        assert client.models.retrieve(endpoint.model).id == endpoint.model
         with pytest.raises(openai.NotFoundError):
             client.models.retrieve("org/other")
 
     def test_tokens_and_back(self, endpoint: Endpoint, llm: rayspec.LLM) -> None:
         text = "The agency spent"
-        found = endpoint.post("/tokenize", {"model": MODEL, "prompt": text}).json()
+        found = endpoint.post("/tokenize", {"model": endpoint.model, "prompt": text}).json()
         assert found["tokens"] == list(llm.tokenizer(text)["input_ids"])
-        assert endpoint.post("/detokenize", {"tokens": found["tokens"]}).json()["prompt"].endswith(text)
-        assert endpoint.post("/tokenize", {"messages": MESSAGES}).json()["count"] > 10
-        assert endpoint.post("/detokenize", {"tokens": [10**9]}).status_code == 400
+        assert (
+            endpoint.post("/detokenize", {"model": endpoint.model, "tokens": found["tokens"]})
+            .json()["prompt"]
+            .endswith(text)
+        )
+        assert endpoint.post("/tokenize", {"model": endpoint.model, "messages": MESSAGES}).json()["count"] > 10
+        assert endpoint.post("/detokenize", {"model": endpoint.model, "tokens": [10**9]}).status_code == 400
 
     def test_the_example_of_a_client_runs(self, endpoint: Endpoint) -> None:
         script = Path(rayspec.__file__).parents[1] / "examples" / "endpoint.py"
@@ -167,27 +182,28 @@ class TestAnswers:
             assert endpoint.http.request(method, "/ping").status_code == 200
 
 
+@pytest.mark.exhaustive
 class TestLimits:
-    def test_who_leaves_frees_the_place_at_once(self, endpoint: Endpoint) -> None:
-        with endpoint.http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as response:
+    def test_who_leaves_frees_the_place_at_once(self, deployed: Endpoint) -> None:
+        with deployed.http.stream("POST", "/v1/completions", json=ENDLESS | {"stream": True}) as response:
             lines = response.iter_lines()
             for _ in range(10):
                 next(lines)
-            assert endpoint.status()["num_running"] == 1
-        assert wait_until(lambda: endpoint.status()["num_running"] == 0) < TIMEOUT_S - 1.5, "before its time is over"
+            assert deployed.status()["num_running"] == 1
+        assert wait_until(lambda: deployed.status()["num_running"] == 0) < TIMEOUT_S - 1.5, "before its time is over"
         with pytest.raises(httpx2.TimeoutException):
-            endpoint.post("/v1/completions", ENDLESS, timeout=1.0)
-        assert wait_until(lambda: endpoint.status()["num_running"] == 0) < TIMEOUT_S - 1.5
+            deployed.post("/v1/completions", ENDLESS, timeout=1.0)
+        assert wait_until(lambda: deployed.status()["num_running"] == 0) < TIMEOUT_S - 1.5
 
-    def test_who_comes_when_all_places_are_taken_is_sent_away(self, endpoint: Endpoint) -> None:
+    def test_who_comes_when_all_places_are_taken_is_sent_away(self, deployed: Endpoint) -> None:
         body = ENDLESS | {"max_tokens": 120}
         with ThreadPoolExecutor(6) as pool:
-            running = [pool.submit(endpoint.post, "/v1/completions", body)]
-            wait_until(lambda: endpoint.status()["num_running"] == 1)
-            running += [pool.submit(endpoint.post, "/v1/completions", body | {"stream": n % 2 == 0}) for n in range(4)]
+            running = [pool.submit(deployed.post, "/v1/completions", body)]
+            wait_until(lambda: deployed.status()["num_running"] == 1)
+            running += [pool.submit(deployed.post, "/v1/completions", body | {"stream": n % 2 == 0}) for n in range(4)]
             # A busy model is not a sick one, and tells how it is.
-            assert endpoint.http.get("/health").status_code == 200
-            assert endpoint.status()["num_running"] == 1
+            assert deployed.http.get("/health").status_code == 200
+            assert deployed.status()["num_running"] == 1
             responses = [future.result() for future in running]
         refused = [response for response in responses if response.status_code == 429]
         assert len(refused) == 3
@@ -198,28 +214,30 @@ class TestLimits:
             assert int(response.headers["retry-after"]) > 0
 
 
-def test_status(endpoint: Endpoint) -> None:
-    endpoint.post("/v1/completions", {"model": MODEL, "prompt": "The"} | GREEDY)
-    (status,) = msgspec.convert(endpoint.http.get("/status").json(), EndpointStatus).models
+@pytest.mark.exhaustive
+def test_status(deployed: Endpoint) -> None:
+    deployed.post("/v1/completions", {"model": MODEL, "prompt": "The"} | GREEDY)
+    (status,) = msgspec.convert(deployed.http.get("/status").json(), EndpointStatus).models
     assert (status.model, status.version, status.num_sublayers) == (MODEL, rayspec.__version__, 32)
     assert status.num_generated_tokens >= 40
     assert (status.kv_used_tokens, status.kv_total_tokens) == (0, 16384)
-    wait_until(lambda: endpoint.status()["tokens_per_s"] > 1)
+    wait_until(lambda: deployed.status()["tokens_per_s"] > 1)
     if status.plan is not None:
         assert len(status.plan.choices) == 32
 
 
-def test_a_model_that_is_lost_on_the_way(endpoint: Endpoint) -> None:
+@pytest.mark.exhaustive
+def test_a_model_that_is_lost_on_the_way(deployed: Endpoint) -> None:
     """The last test: the model comes back only later."""
     body = ENDLESS | {"stream": True}
-    with endpoint.http.stream("POST", "/v1/completions", json=body) as response:
+    with deployed.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()
         next(lines)
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         (replica,) = [name for name in names if name.startswith(f"SERVE_REPLICA::{APP}#Model:org--narrow#")]
         ray.kill(ray.get_actor(replica, namespace="serve"))
         assert events(lines)[-1]["error"]["code"] == "engine_dead"
-    health = endpoint.http.get("/health")
+    health = deployed.http.get("/health")
     assert health.status_code == 503
     assert error_of(health)["message"] == f"{MODEL}: starting"
     assert int(health.headers["retry-after"]) > 0
