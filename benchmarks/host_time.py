@@ -35,7 +35,7 @@ from rayspec.model.attention import Rows
 from rayspec.model.cuda import operations
 from rayspec.model.graphs import CapturedGraph, StepGraphs, Work
 from rayspec.model.kv_cache import CacheSize, KVCache
-from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, padded_sequences
+from rayspec.model.rows import MAX_TREE_ROWS, decode_and_verify_buckets, padded_rows, power_of_two
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.sublayers import Decomposition
 from rayspec.strategies.by_name import make_strategy
@@ -140,7 +140,7 @@ def engine_of(parts: Decomposition, strategy: str, max_num_seqs: int) -> Engine:
     buffers = StepBuffers(
         cache,
         max_rows=padded_rows(config.num_batched_tokens + max_num_seqs * (MAX_TREE_ROWS + 1)),
-        max_sequences=padded_sequences(2 * max_num_seqs),
+        max_sequences=power_of_two(2 * max_num_seqs),
         max_places=_MAX_MODEL_LEN + 2 * MAX_TREE_ROWS,
         hidden_size=parts.config.hidden_size,
         dtype=torch.float32,

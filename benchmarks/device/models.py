@@ -19,7 +19,7 @@ from rayspec.model.architecture import decompose
 from rayspec.model.fused import fuse
 from rayspec.model.graphs import StepGraphs
 from rayspec.model.kv_cache import PAGE_SIZE, KVCache
-from rayspec.model.rows import RowSpan, Runs, padded_rows, padded_sequences, runs_of_pages
+from rayspec.model.rows import RowSpan, Runs, padded_rows, power_of_two, runs_of_pages
 from rayspec.model.static_rows import StepBuffers
 from rayspec.model.sublayers import Decomposition
 from rayspec.model.weights import load_model
@@ -110,7 +110,7 @@ def prepare(
     capture: Capture | None = None,
     num_slots: int = NUM_SLOTS,
     max_rows: int = padded_rows(NUM_SLOTS),
-    max_sequences: int = padded_sequences(_NUM_SEQUENCES),
+    max_sequences: int = power_of_two(_NUM_SEQUENCES),
     max_places: int = _PAGES_EACH * PAGE_SIZE,
 ) -> Prepared:
     """Make a runner and a KV cache, in which layers with a sliding window have a store of their own. is_static: passes

@@ -45,7 +45,7 @@ from rayspec.model.row_counts import (
     has_experts,
     independent_row_counts,
 )
-from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets, padded_rows, padded_sequences
+from rayspec.model.rows import MAX_TREE_ROWS, Bucket, decode_and_verify_buckets, padded_rows, power_of_two
 from rayspec.model.sizes import copy_bytes
 from rayspec.model.static_rows import STATIC_KEYS, StepBuffers
 from rayspec.model.sublayers import Decomposition
@@ -369,7 +369,7 @@ def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max
     return StepBuffers(
         cache,
         max_rows=padded_rows(config.num_batched_tokens + config.num_seqs * (MAX_TREE_ROWS + 1)),
-        max_sequences=padded_sequences(2 * config.num_seqs),
+        max_sequences=power_of_two(2 * config.num_seqs),
         max_places=_max_places(config, max_model_len),
         hidden_size=parts.config.get_text_config().hidden_size,
         dtype=parts.dtype,

@@ -32,10 +32,8 @@ MLP_NAMES = ("mlp", "block_sparse_moe", "feed_forward")
 
 
 class NormLayout(NamedTuple):
-    """Where a family puts its norms: module names in the decoder layer, None where there is no norm.
-
-    The same name has different meanings in different families, so `decompose` checks the layout that it chooses.
-    """
+    """Where a family puts its norms: module names in the decoder layer, None where there is no norm. One name has
+    different meanings in different families, so `decompose` checks the layout that it chooses."""
 
     pre_attention: str | None
     post_attention: str | None

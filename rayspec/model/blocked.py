@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from rayspec.model.architecture import largest_difference, rounding_tolerance
-from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain
+from rayspec.model.matrices import Matrix, empty_linears, has_blocked_layout, is_plain, random_rows
 
 _OF_ANY_LAYOUT = (torch.Tensor.dtype.__get__, torch.Tensor.device.__get__)  # type: ignore[attr-defined]
 
@@ -36,9 +36,9 @@ class _Reads(TorchFunctionMode):
 
 @torch.inference_mode()
 def block_linears(model: PreTrainedModel, trial: Callable[[], object]) -> None:
-    """Let the model's plain linear layers multiply in oneDNN's layout, where it is faster, if they then compute the
-    same. Their own weights are freed. A layer keeps its weights as they are if anything else reads them; but a tied
-    head is copied, for the embedding. trial: runs passes as decoding does."""
+    """Let the model's plain linear layers multiply in oneDNN's layout, if they then compute the same, and free their
+    weights. A layer whose weights anything else reads stays; but a tied head is copied. trial: runs passes as decoding
+    does."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     linears = [each for each in model.modules() if is_plain(each) and has_blocked_layout(each.weight)]
     calls = Counter[int]()
@@ -51,7 +51,7 @@ def block_linears(model: PreTrainedModel, trial: Callable[[], object]) -> None:
         is_own = reads.of[name] == calls[name] > 0
         if is_own or each is head:
             matrix = Matrix([each], blocked=True)
-            rows = torch.randn(1, 4, each.in_features, generator=torch.Generator().manual_seed(0)).to(each.weight)
+            rows = random_rows(each)
             if largest_difference(matrix(rows), each(rows)) <= rounding_tolerance(rows.dtype):
                 each.forward = matrix.forward  # type: ignore[method-assign, assignment]
                 if is_own:

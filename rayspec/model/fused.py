@@ -46,13 +46,14 @@ from rayspec.model.matrices import (
     is_plain,
     is_plain_or_share,
     num_bytes,
+    random_rows,
 )
 from rayspec.model.offload import Fetch
 from rayspec.model.sublayers import Body, Decomposition, Sublayer
 
 logger = logging.getLogger(__name__)
 
-_NUM_MLP_ROWS, _NUM_HEAD_ROWS = 10, 4
+_NUM_MLP_ROWS = 10
 # Random tokens whose hidden states show how large the inputs of a matrix are.
 _NUM_TOKENS = 16
 _QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -209,15 +210,9 @@ def names_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[Seque
     return names, _LAST[kind]
 
 
-def _head_rows(head: nn.Linear) -> Tensor:
-    """Return random rows for a test of the LM head."""
-    rows = torch.randn(1, _NUM_HEAD_ROWS, head.in_features, generator=torch.Generator().manual_seed(0))
-    return rows.to(head.weight.device, head.weight.dtype)
-
-
 def _checked_head(head: nn.Linear, matrix: OperatorMatrix) -> nn.Module:
     """Return the matrix, or the head itself if the operator fails in this shape or computes something else."""
-    rows = _head_rows(head)
+    rows = random_rows(head)
     expected = head(rows)
     try:
         difference = largest_difference(matrix(rows), expected)
@@ -410,7 +405,7 @@ class _Fuser:
             copy = self._copy(weights, [head])
             stays = is_tied or not self._may_block(head)
             made = Shortlist(head, copy, head.weight.data if stays else head.weight.data.bfloat16())
-            rows = _head_rows(head)
+            rows = random_rows(head)
             _require_near(made(rows), head(rows), weights)
         except _MISFITS as misfit:
             logger.warning("the LM head has no %s copy for drafts: %s", weights, lack_of_memory(misfit) or misfit)

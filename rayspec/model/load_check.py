@@ -183,9 +183,7 @@ def likeness(module: nn.Module) -> tuple[Any, ...]:
 
 class TransformersLayers:
     """Decoder layers as transformers runs them: by the model's own forward, with its cache, masks and rotary embedding.
-
-    The other layers do nothing but lengthen the cache.
-    """
+    The other layers only lengthen the cache."""
 
     def __init__(self, trunk: Any, numbers: Sequence[int]) -> None:
         self._trunk = trunk

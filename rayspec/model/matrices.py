@@ -88,11 +88,8 @@ class OperatorMatrix(LinearMap):
 
 
 class Matrix(LinearMap):
-    """A `LinearMap` with weights in full precision, whose product is torch's.
-
-    It copies the weights, except for a single layer that is not blocked. `empty_linears` frees the layers' own weights.
-    blocked: store the weights in oneDNN's layout.
-    """
+    """A `LinearMap` with weights in full precision, whose product is torch's. It copies the weights, except for a
+    single layer that is not blocked. blocked: store the weights in oneDNN's layout."""
 
     def __init__(self, linears: Sequence[nn.Linear], *, blocked: bool) -> None:
         super().__init__(linears)
@@ -191,6 +188,11 @@ def has_blocked_layout(weight: Tensor) -> bool:
     )
 
 
+def random_rows(linear: nn.Linear) -> Tensor:
+    """Return a few rows for a test of the layer, the same in every call: [1, N, in_features]."""
+    return torch.randn(1, 4, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight)
+
+
 def empty_linears(linears: Sequence[nn.Linear]) -> None:
     """Free the weights of layers after another object has taken them. They are then matrices without rows."""
     for each in linears:
@@ -247,10 +249,7 @@ class QuantisedMatrix(LinearMap):
 
 def int8_matrix(linears: Sequence[nn.Linear], *, use_operators: bool = False) -> LinearMap:
     """Return a copy of the linear layers in int8 with one scale per row of the matrix. use_operators: multiply by the
-    operator `rayspec::product`.
-
-    With oneDNN, the input rows are quantised to int8 too. Each has its own scale, so no row depends on the others.
-    """
+    operator `rayspec::product`. oneDNN quantises input rows to int8 too, each by a scale of its own."""
     weight = joined_weight(linears)
     quantised = torch.empty_like(weight, dtype=torch.int8)
     scales = weight.new_empty(len(weight), dtype=torch.float32)

@@ -38,11 +38,9 @@ def splitmix(state: Words, at: Words) -> Words:
 
 
 def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
-    """Return standard Gumbel noise for every token, float32 [N, vocab_size]: argmax(log p + noise) ~ p.
-
-    An output of 64 bits serves two neighbouring tokens. Token v's number does not depend on vocab_size. Resolution
-    2**-31: values lie in (-2.9, 22.2), and tokens of probability far below 2**-31 are not resolved.
-    """
+    """Return standard Gumbel noise for every token, float32 [N, vocab_size]: argmax(log p + noise) ~ p. Token v's
+    number does not depend on vocab_size. Values lie in (-2.9, 22.2); tokens of probability far below 2**-31 are not
+    resolved."""
     states = splitmix(keys[0], keys[1]).unsqueeze(1)
     num_words, on_cpu = -(-vocab_size // _NUM_HALVES), states.device.type == "cpu"
     num_rows = max(1, (_CHUNK_WORDS if on_cpu else _CHUNK_WORDS_ELSEWHERE) // max(1, num_words))

@@ -40,10 +40,9 @@ def offload(
 ) -> OffloadedWeights:
     """Move the weights of these sublayers, blocks and norms, off the device.
 
-    From then on a sublayer fetches its weights whenever it runs, into buffers that the offloaded sublayers share: the
-    device holds the weights of at most two. Bytes and alignment stay the same, so results are bit-equal. Weights that
-    others use too stay on the device. Between its runs, the parameters of an offloaded sublayer hold the weights of
-    another sublayer: do not read, save or move them.
+    From then on a sublayer fetches its weights whenever it runs, into buffers that the offloaded sublayers share:
+    between its runs, its parameters hold the weights of another sublayer. Bytes and alignment stay the same, so results
+    are bit-equal. Weights that others use too stay on the device.
 
     device: where the sublayers run, by default where the model is. to: "cpu" needs a CUDA device. "disk" is a nameless
     file in `folder`, by default the system's folder for temporary files. It vanishes with the process, even after a
@@ -110,11 +109,8 @@ class OffloadedWeights:
             self._store.get(index, self._places[index])
 
     def transfer_seconds(self) -> tuple[float, ...]:
-        """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of a few.
-
-        Sublayers on the device take 0. The result is for `LatencyModel.transfer_s`. No fetch is cached, so a run costs
-        the same time, less the part that is read ahead.
-        """
+        """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of a few; 0 for
+        those on the device. A run costs the same, less the part that is read ahead."""
         seconds = dict.fromkeys(self._indices, 0.0)
         for index, place in self._places.items():
             self.fetch(index)  # not measured: these weights may have been read ahead
@@ -207,11 +203,8 @@ class _HostStore:
 
 
 class _DiskStore:
-    """Keeps the images in one nameless file. Reads bypass the page cache, so that offloaded weights take no CPU memory.
-
-    An image is read into the host buffer in which `put` received it. While a sublayer computes, a thread reads ahead
-    the image that followed the last time, if it uses the other buffer. A wrong guess costs one useless read.
-    """
+    """Keeps the images in one nameless file. An image is read into the host buffer in which `put` received it. While a
+    sublayer computes, a thread reads ahead the image that followed the last time, if it uses the other buffer."""
 
     def __init__(self, folder: Path | None, num_bytes: int) -> None:
         self._folder = tempfile.gettempdir() if folder is None else folder
@@ -297,10 +290,8 @@ def _page_aligned(num_bytes: int, *, pinned: bool) -> Tensor:
 
 
 def _page_out(weight: Tensor) -> None:
-    """Drop the memory pages of a weight on the CPU: a mapped checkpoint stays mapped while any of its tensors lives.
-
-    This is a hint to the operating system and loses no content: pages that are needed again are read again.
-    """
+    """Let the system drop the memory pages of a weight on the CPU, because a mapped checkpoint stays mapped while any
+    of its tensors lives. Pages that are needed again are read again."""
     if weight.device.type == "cpu":
         start, end = _round_up(weight.data_ptr(), _PAGE), (weight.data_ptr() + weight.nbytes) // _PAGE * _PAGE
         if start < end:

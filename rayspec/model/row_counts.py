@@ -51,11 +51,8 @@ def has_experts(parts: Decomposition) -> bool:
 
 @torch.inference_mode()
 def independent_row_counts(parts: Decomposition) -> RowCounts:
-    """Find the widest range of row counts up to 64 in which the bits of a row are the same for every count.
-
-    The result holds for this device and this number of threads. The test runs random rows, in every count, through
-    each kind of sublayer, and through the head if this process has it.
-    """
+    """Find the widest range of row counts up to 64 in which the bits of a row are the same for every count, on this
+    device with this number of threads: by random rows, through each kind of sublayer and the head."""
     kinds = _one_of_each_kind(parts)
     agreements = [_agreement_of_kind(parts, sublayer) for sublayer in kinds]
     if parts.lm_head is not None:
@@ -76,8 +73,7 @@ def independent_row_counts(parts: Decomposition) -> RowCounts:
 
 
 def _one_of_each_kind(parts: Decomposition) -> list[Sublayer]:
-    """Return one sublayer of each kind. A kind is a curve name with the same kernels: one name may cover bodies and
-    modules (fetched weights, layers without rotary embedding), or matrices of several sizes."""
+    """Return one sublayer of each curve name, with or without a body, and sizes of matrices."""
     found: dict[object, Sublayer] = {}
     for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
         linears = [module for module in sublayer.block.modules() if isinstance(module, nn.Linear)]

@@ -181,7 +181,7 @@ def bucket_of(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Buck
     longest = max(lengths, default=1)
     return Bucket(
         num_rows=padded_rows(sum(lengths)),
-        num_sequences=padded_sequences(len(spans)),
+        num_sequences=power_of_two(len(spans)),
         max_rows=1 if longest == 1 else MAX_TREE_ROWS if longest <= MAX_TREE_ROWS else padded_rows(longest),
         is_tree=any(paths),
     )
@@ -190,9 +190,9 @@ def bucket_of(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Buck
 def decode_and_verify_buckets(max_sequences: int, max_draft_tokens: int) -> list[Bucket]:
     """Return the buckets of decoding and drafting with up to `max_sequences` sequences, then those of verifying chains.
     Buckets for drafts of more than 62 tokens are left out."""
-    sizes = dict.fromkeys(padded_sequences(number) for number in range(1, max_sequences + 1))
+    sizes = dict.fromkeys(power_of_two(number) for number in range(1, max_sequences + 1))
     decode = dict.fromkeys(
-        Bucket(padded_rows(number), padded_sequences(number), 1, False) for number in range(1, max_sequences + 1)
+        Bucket(padded_rows(number), power_of_two(number), 1, False) for number in range(1, max_sequences + 1)
     )
     if max_draft_tokens == 0:
         return list(decode)
@@ -219,11 +219,6 @@ def padded_rows(num_rows: int) -> int:
     return -(-num_rows // step) * step
 
 
-@cache
-def padded_sequences(num_sequences: int) -> int:
-    """Round up to a power of two."""
-    return power_of_two(num_sequences)
-
-
 def power_of_two(number: int) -> int:
+    """Round up to a power of two."""
     return 1 << max(number - 1, 0).bit_length()

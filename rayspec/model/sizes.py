@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,13 +12,14 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from rayspec.choices import Weights
+from rayspec.config import EngineConfig
 from rayspec.model.architecture import attention_calls, outline
 from rayspec.model.fused import matrices_of
 from rayspec.model.kv_cache import LayerShape, bytes_per_slot
 from rayspec.model.layer_bytes import Flow, decoder_layers, layer_bytes, layer_flow
 from rayspec.model.matrices import can_copy, num_bytes
 from rayspec.model.sublayers import Decomposition, Sublayer, window_of
-from rayspec.model.weights import in_one_line
+from rayspec.model.weights import in_one_line, quantiser_settings
 from rayspec.types import ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]
@@ -90,18 +91,13 @@ class ModelSizes:
         return self.norm_bytes + (0 if shared else self.head_bytes)
 
 
-def quantisation_of(model: PretrainedConfig, settings: Mapping[str, Any] | None = None) -> Quantization | None:
-    """Return "int8" if a quantised linear weight takes one byte (fp8 too), "int4" for half a byte, None if unquantised.
-
-    settings: those of the quantizer; None for the model's own.
-    """
-    found: Any = settings or getattr(model, "quantization_config", None)
-    if found is None:
+def quantisation_of(config: EngineConfig, model: PretrainedConfig) -> Quantization | None:
+    """Return "int8" if a quantised linear weight has a byte (fp8 too), "int4" for half a byte, None for plain ones."""
+    settings = quantiser_settings(config, model)
+    if not settings or settings.get("dequantize"):
         return None
-    plain: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
-    if plain.get("dequantize"):
-        return None
-    is_4_bit = plain.get("load_in_4bit") or plain.get("bits") == 4 or "int4" in str(plain.get("quant_type", ""))
+    quant_type = str(settings.get("quant_type", ""))
+    is_4_bit = settings.get("load_in_4bit") or settings.get("bits") == 4 or "int4" in quant_type
     return "int4" if is_4_bit else "int8"
 
 
@@ -194,13 +190,8 @@ def model_sizes(
 
 
 def quantised_bytes(config: PretrainedConfig, weights: Weights, *, tensor: int = 1) -> tuple[int, ...]:
-    """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks; nothing for a model that
-    does not split.
-
-    A sublayer whose layout has no copy counts 0. The check at load has the last word: it may leave out copies.
-
-    Raises UnsupportedModelError as `model_sizes`.
-    """
+    """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks, 0 for a layout without;
+    nothing for a model that does not split. The check at load may leave out copies. Raises as `model_sizes`."""
     _, parts = _meta_model(config)
     return tuple(copy_bytes(one, weights, tensor=tensor) for one in (parts.sublayers if parts is not None else ()))
 

@@ -157,11 +157,8 @@ def _check_hub_id(name: str, asked: str) -> None:
 
 
 def _ask_hub(name: str, option: str, revision: str | None) -> None:
-    """Send one request to the hub, for a file that most repositories have.
-
-    Raises CheckpointError if the repository is missing, restricted or unreachable. Other errors of the hub, such as an
-    overload, are ignored: the loader retries.
-    """
+    """Ask the hub for a file that most repositories have. Raises CheckpointError if the repository is missing,
+    restricted or unreachable. Other errors, such as an overload, are ignored: the loader retries."""
     asked = f"{option} {name!r} is not a local folder, and"
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision))

@@ -104,18 +104,22 @@ def _become_plain(config: PretrainedConfig, formats: Collection[str]) -> None:
         settings["dequantize"] = True
 
 
+def quantiser_settings(config: EngineConfig, found: PretrainedConfig) -> dict[str, Any]:
+    """Return the settings of the quantizer, of the options or else of the checkpoint; empty for plain weights."""
+    settings: Any = config.quantization_config or getattr(found, "quantization_config", None) or {}
+    return dict(settings) if isinstance(settings, dict) else settings.to_dict()
+
+
 def route_of_weights(config: EngineConfig, found: PretrainedConfig, *, on_cpu: bool) -> str:
     """Say what becomes of quantised weights at load; "" for a checkpoint without. found: of `load_config`. on_cpu:
     whether they are loaded to a CPU."""
     if find_gguf(config.model, config.revision) is not None:
         name, is_plain = "GGUF", True
+    elif settings := quantiser_settings(config, found):
+        name = str(settings.get("quant_method", "quantised")).rpartition(".")[2].lower()
+        is_plain = bool(settings.get("dequantize")) or (on_cpu and name in _PLAIN_ON_CPU)
     else:
-        settings: Any = config.quantization_config or getattr(found, "quantization_config", None)
-        if settings is None:
-            return ""
-        values = settings if isinstance(settings, dict) else settings.to_dict()
-        name = str(values.get("quant_method", "quantised")).rpartition(".")[2].lower()
-        is_plain = bool(values.get("dequantize")) or (on_cpu and name in _PLAIN_ON_CPU)
+        return ""
     if not is_plain:
         return f"{name}: stay quantised, in modules of transformers; drafts have no copies of fewer bits"
     own_bits = "; passes of few rows use the checkpoint's own 4 bits (own_bits)" if config.own_bits else ""
@@ -216,8 +220,8 @@ def load_config(config: EngineConfig) -> PretrainedConfig:
 
 def _require_rows_apart(config: EngineConfig, found: PretrainedConfig) -> None:
     """Raise UnsupportedModelError for LLM.int8() of bitsandbytes, which rounds a row by all rows of a pass."""
-    settings = config.quantization_config or getattr(found, "quantization_config", None)
-    if isinstance(settings, dict) and settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0) > 0:
+    settings = quantiser_settings(config, found)
+    if settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0) > 0:
         raise UnsupportedModelError(
             f"model {config.model!r}: with load_in_8bit, bitsandbytes rounds a row by the other rows of its pass, so "
             "texts would depend on what runs with them: set llm_int8_threshold to 0, or load 4 bits"
@@ -332,10 +336,8 @@ def _load(
     with_embedding: bool,
     options: dict[str, Any],
 ) -> Any:
-    """Load the whole model, or some layers with a model class that has no other modules.
-
-    transformers itself loads them, so its key conversions and quantizers apply.
-    """
+    """Load the whole model, or some layers with a model class that has no other modules. transformers itself loads
+    them, so its key conversions and quantizers apply."""
     file = find_gguf(config.model, config.revision)
 
     def is_wanted(name: str) -> bool:  # of the tensors of a GGUF file
@@ -394,10 +396,7 @@ class Absent(nn.Identity):
 
 
 def _foreign_modules(model: Any, layers: range, with_embedding: bool) -> list[str]:
-    """Return the names of the modules that a span leaves out.
-
-    With tied embeddings, a span at either end keeps both embedding and head: they share one matrix.
-    """
+    """Return the names of the modules that a span leaves out. Tied embedding and head stay together at either end."""
     all_layers, norm = decoder_layers(model, model.config), getattr(model.base_model, "norm", None)
     assert layers.step == 1, f"layers of a span are contiguous: {layers}"
     assert 0 <= layers.start < layers.stop <= len(all_layers), f"of {len(all_layers)} layers: {layers}"
@@ -417,10 +416,8 @@ def _foreign_modules(model: Any, layers: range, with_embedding: bool) -> list[st
 def _span_class(
     whole: type[PreTrainedModel], foreign: list[str], foreign_keys: re.Pattern[str]
 ) -> type[PreTrainedModel]:
-    """Return the family's model class without the foreign modules, which are removed before any weight is read.
-
-    transformers' own pipeline parallelism removes modules in the same way, but needs a process group.
-    """
+    """Return the family's model class without the foreign modules, which are removed before any weight is read. So does
+    transformers' own pipeline parallelism, but it needs a process group."""
 
     def build(self: Any, config: PretrainedConfig) -> None:
         whole.__init__(self, config)

@@ -29,20 +29,13 @@ MAX_PENDING_TENSORS = 16  # per peer; a pipeline has few cohorts under way, so t
 
 
 def node_address() -> str:
-    """Return the IP address of this node for other nodes of the Ray cluster, and so for `Transport(host=...)`.
-
-    It is the address that Ray itself uses. In a cluster on loopback, transports use loopback too, and so do those
-    without Ray.
-    """
+    """Return the IP address of this node that Ray itself uses, for `Transport(host=...)`; without Ray, loopback."""
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
 
 
 class Rendezvous:
-    """Where the ranks of one link meet. Any process may open it; each link needs a new one.
-
-    It listens on `host` only, at a port that the system chooses. Pass `address` to `TensorLink.join`. Keep the
-    rendezvous open as long as the link lives.
-    """
+    """Where the ranks of one link meet: on `host` only, at a port that the system chooses. Each link needs a new one,
+    which stays open as long as the link lives. Pass `address` to `TensorLink.join`."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -170,7 +170,7 @@ def _sizes(
     return model_sizes(
         model,
         dtype=dtype,
-        quantization=quantisation_of(model, config.quantization_config),
+        quantization=quantisation_of(config, model),
         tensor=options.tensor,
         draft_weights=allowed_copies(by_weights, config.speculation.extra_weight_bytes),
         may_split=may_split,

@@ -46,10 +46,8 @@ class ShardEndedError(PlacementError):
 
 
 class Process:
-    """An actor of a replica, which is called and then serves until it ends.
-
-    Calls return futures: ray.get would make Ray warn where the engine's own process is an async actor.
-    """
+    """An actor of a replica, which is called and then serves until it ends. Calls return futures: ray.get would make
+    Ray warn where the engine's own process is an async actor."""
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name, self._actor = name, actor
@@ -132,11 +130,8 @@ class Bundles:
 
 
 def remove_orphaned_groups() -> None:
-    """Remove placement groups whose owner, the actor that made them, was killed.
-
-    Ray ends the shards together with their owner, but keeps their placement group until the job ends. Orphaned groups
-    are recognised only if their owner had a name in this process's namespace.
-    """
+    """Remove placement groups whose owner, a named actor of this namespace, was killed: Ray keeps them until the job
+    ends."""
     for group in placement_group_table().values():
         owner = group["name"].removeprefix(_GROUP_PREFIX).rpartition(":")[0]
         if not group["name"].startswith(_GROUP_PREFIX) or group["state"] == "REMOVED" or not owner or _lives(owner):

@@ -154,8 +154,7 @@ class RayStages(Stages):
                 return self._measure_once()
 
     def _measure_once(self) -> LatencyModel:
-        """Machines measure at the same time, and the stages of a machine one after the other, so that they do not
-        disturb one another."""
+        """Let machines measure at the same time, and the stages of a machine one after the other."""
         waiting: dict[str, list[str]] = defaultdict(list)
         for name in self._stage_names:
             waiting[self.replica.shards[name].address.rpartition(":")[0]].append(name)
@@ -344,7 +343,7 @@ class RayStages(Stages):
                 try:
                     self.replica.replace(gone)
                     silent = self._connect()
-                except (RayspecError, TransportError) as error:
+                except RayspecError as error:
                     logger.warning("it could not be brought back: %s", error)
                     reason, names = f"{reason}; then: {error}", ()
                     continue

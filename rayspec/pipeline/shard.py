@@ -437,8 +437,7 @@ class Shard(Server):
         self._send(ENGINE, measured)
 
     def _measurements(self) -> list[Measurement]:
-        """Measure this rank's part of the stage. All ranks of a stage must call this, because they run the same passes
-        together."""
+        """Measure this rank's part of the stage. All ranks of a stage must call this."""
         budget_s = BUDGET_S[self._device.type] if self._options.tensor == 1 else None
         return measurements(self.span.runner, self._offloaded, device=self.name, budget_s=budget_s)
 

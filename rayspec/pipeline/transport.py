@@ -230,9 +230,7 @@ class Transport:
 
 class _Gate:
     """Decides for libzmq which peers may connect: those that have proved to own the client key, by ZAP (RFC 27).
-
-    The transport's own thread answers between messages. zmq.auth would need another thread, or asyncio, for the same.
-    """
+    zmq.auth would need another thread, or asyncio, for the same."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], secret: Secret) -> None:
         self._key = z85.decode(secret.client[0])

@@ -18,11 +18,8 @@ _MOST_DRIVER_BYTES = 2**26
 
 
 class CudaDriver:
-    """A `GraphDriver` for CUDA.
-
-    All captures and rehearsals use one side stream, so libraries allocate its workspace in a rehearsal, not in a
-    capture. Other threads can use the device during a capture.
-    """
+    """A `GraphDriver` for CUDA. Captures and rehearsals use one side stream, so libraries allocate its workspace in a
+    rehearsal. Other threads can use the device during a capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

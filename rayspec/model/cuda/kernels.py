@@ -49,7 +49,9 @@ def attend_rows(
             for start in range(first, num_rows, TILE_ROWS):
                 row = start + member // GROUP_PADDED
                 there = (row < num_rows) & (in_group < GROUP)
-                _store_zeros(output, row.to(tl.int64) * num_heads + head, there, DIM, DIM_PADDED)
+                nothing = tl.zeros([TILE_ROWS * GROUP_PADDED, DIM_PADDED], output.dtype.element_ty)
+                to = output + (row.to(tl.int64) * num_heads + head)[:, None] * DIM + dim[None, :]
+                tl.store(to, nothing, mask=there[:, None] & (dim < DIM)[None, :])
         return
 
     first_in_tile = (program % num_tiles) * TILE_ROWS
@@ -157,14 +159,6 @@ def _split_length(places, SPLITS: tl.constexpr, LEAST_LENGTH: tl.constexpr, DOUB
     for _ in tl.static_range(DOUBLINGS):
         length = tl.where(length * SPLITS < places, length * 2, length)
     return length
-
-
-@triton.jit
-def _store_zeros(output, where, there, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """Write zeros for some heads of some rows, where[i] = row * H + head."""
-    dim = tl.arange(0, DIM_PADDED)
-    nothing = tl.zeros([where.shape[0], DIM_PADDED], output.dtype.element_ty)
-    tl.store(output + where[:, None] * DIM + dim[None, :], nothing, mask=there[:, None] & (dim < DIM)[None, :])
 
 
 @triton.jit

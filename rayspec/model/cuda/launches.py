@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import cdiv
 
 from rayspec.model.cuda import kernels
 from rayspec.model.rows import LEAST_SPLIT_LENGTH, MOST_SPLITS
@@ -111,13 +112,11 @@ def choose_tile(*, group: int, dim: int, itemsize: int, max_rows: int) -> Tile:
 
 def choose_splits(*, num_kv_heads: int, num_sequences: int, max_rows: int, max_context: int) -> Splits:
     """Choose splits so that several programs read a long context of few rows. A chunk needs none: it has many tiles.
-
-    The division of a sequence follows from its own length; only the number of programs from that of the sequences.
-    """
-    number = min(MOST_SPLITS, _ceil_div(max_context, LEAST_SPLIT_LENGTH))
+    Only the number of programs follows from that of the sequences."""
+    number = min(MOST_SPLITS, cdiv(max_context, LEAST_SPLIT_LENGTH))
     if max_rows > MAX_SMALL_ROWS or number == 1:
         return Splits(1, _padded(max_context), 0, 1)
-    doublings = (_ceil_div(max_context, number * LEAST_SPLIT_LENGTH) - 1).bit_length()
+    doublings = (cdiv(max_context, number * LEAST_SPLIT_LENGTH) - 1).bit_length()
     programs = max(1, min(number, _NUM_PROGRAMS // (num_kv_heads * num_sequences)))
     return Splits(number, LEAST_SPLIT_LENGTH, doublings, programs)
 
@@ -145,7 +144,7 @@ def attend(
     splits = choose_splits(
         num_kv_heads=num_kv_heads, num_sequences=len(contexts), max_rows=max_rows, max_context=max_context
     )
-    tiles = _ceil_div(max_rows, tile.rows)
+    tiles = cdiv(max_rows, tile.rows)
     for cache in (keys, values):
         if cache.shape[1] * cache.stride(1) >= 2**31:  # the kernels have 32-bit offsets in a head
             raise ValueError(
@@ -240,7 +239,7 @@ def gated(packed: Tensor, activation: str) -> Call:
         "SIZE": size, "BLOCK": block, "GELU": activation == "gelu_tanh",
     }  # fmt: skip
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    grid = (num_rows, _ceil_div(size, block))
+    grid = (num_rows, cdiv(size, block))
     return Call(output, (Launch(kernels.gate_columns, grid, arguments, options),))
 
 
@@ -251,7 +250,7 @@ def gumbel(keys: Tensor, vocab_size: int) -> Call:
     }  # fmt: skip
     # A fused multiply-add would round the numbers once where torch rounds twice.
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    grid = (keys.shape[1], _ceil_div(vocab_size, 2 * _NOISE_WORDS))
+    grid = (keys.shape[1], cdiv(vocab_size, 2 * _NOISE_WORDS))
     return Call(output, (Launch(kernels.gumbel_words, grid, arguments, options),))
 
 
@@ -265,11 +264,9 @@ def cut_to_top_p(scores: Tensor, top_p: Tensor) -> Call:
 
 
 def choose_product_tile(*, num_rows: int, itemsize: int, weight_type: torch.dtype, group: int) -> ProductTile:
-    """Choose a tile. itemsize: of the rows' type. group: of an int4 matrix, the columns with one scale, at most 128.
-
-    With few rows, memory is the limit: small tiles let many programs read in parallel. With more rows, large tiles
-    share the data that they read. Up to `MAX_SMALL_ROWS` rows, a product in full sums in the same order by any tile.
-    """
+    """Choose a tile: with few rows small ones, which many programs read in parallel; with more rows large ones, which
+    share what they read. Up to `MAX_SMALL_ROWS` rows, a product in full sums in the same order by any tile. itemsize:
+    of the rows' type. group: of an int4 matrix, the columns with one scale, at most 128."""
     rows = 8 if num_rows <= 8 else MAX_FEW_ROWS  # tensor cores take 8 rows at a time
     if itemsize > 2:  # Products of float32 do not use tensor cores.
         return ProductTile(rows, 32, 1, by_group=False, num_warps=4, num_stages=3)
@@ -301,10 +298,6 @@ def product(
         "BY_GROUP": tile.by_group, "ADDS": adds, "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-    grid = (_ceil_div(len(weight), tile.outputs), _ceil_div(len(rows), tile.rows))
+    grid = (cdiv(len(weight), tile.outputs), cdiv(len(rows), tile.rows))
     kernel = kernels.int4_product_tiles if is_int4 else kernels.product_tiles
     return Call(None, (Launch(kernel, grid, arguments, options),))
-
-
-def _ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)

@@ -27,15 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def with_layout(config: EngineConfig) -> EngineConfig:
-    """Return the config with `parallel` set for the GPUs of the Ray cluster or, without a cluster, of this machine.
-
-    Without GPUs, and where the device is not CUDA, the config stays unchanged, and
-    the model runs in this process. Raises ConfigError.
-    """
+    """Return the config with `parallel` set for the GPUs of the Ray cluster or, without a cluster, of this machine;
+    unchanged without GPUs, and for a device that is not CUDA. Raises ConfigError."""
     nodes = found_gpus() if config.device in ("auto", "cuda") else ()
-    if not nodes:
-        return config
-    return laid_out(config, load_config(config), nodes)
+    return laid_out(config, load_config(config), nodes) if nodes else config
 
 
 def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
@@ -50,7 +45,7 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
         gpus_per_node=min(map(len, nodes)),
         context=context,
         output_tokens=min(usual["output_tokens"].default, context - 1),
-        quantization=quantisation_of(model, config.quantization_config),
+        quantization=quantisation_of(config, model),
         draft_weights=config.speculation.draft_weights,
         dtype=config.dtype,
         max_num_batched_tokens=config.max_num_batched_tokens or usual["max_num_batched_tokens"].default,

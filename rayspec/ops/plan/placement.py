@@ -283,9 +283,8 @@ def placements_table(placements: Sequence[Placement]) -> Group:
 
 
 def placements_json(placements: Sequence[Placement]) -> dict[str, Any]:
-    """Return options, stages and totals as JSON values: bytes, seconds, and numbers of the first and last layer.
-
-    Placements of copies on other kinds of GPUs than the first copy are under `unlike_copies`."""
+    """Return options, stages and totals as JSON values: bytes, seconds, and numbers of the first and last layer; copies
+    on other kinds of GPUs than the first are under `unlike_copies`."""
     found = []
     for placement in placements:
         own = asdict(placement) | {"options": placement.options.model_dump()}
