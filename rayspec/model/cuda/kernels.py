@@ -423,11 +423,11 @@ def _mass_up_to(scores, place, first, second, third, SIZE: tl.constexpr, BLOCK: 
 def product_tiles(
     output, rows, weight, scales, bias, num_rows, row_stride,
     SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, ADDS: tl.constexpr, UPCAST: tl.constexpr,
-    STAGES: tl.constexpr,
+    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, INT4: tl.constexpr, ADDS: tl.constexpr,
+    UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Multiply by a matrix in full, or in int8 with scales. One program: a tile of rows times a tile of matrix rows,
-    which are output columns.
+    """Multiply by a matrix in full, in int8 with scales, or in int4, whose numbers are restored before the product. One
+    program: a tile of rows times a tile of matrix rows, which are output columns.
 
     A step of the loop reads TILE_GROUPS groups of columns. BY_GROUP: each group has its own sums, so that warps share
     the groups; the sums are added at the end. ADDS: to what is in the output.
@@ -436,62 +436,55 @@ def product_tiles(
     out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
     own, live = out < OUTPUTS, row < num_rows
-    column = _columns(GROUP, TILE_GROUPS, BY_GROUP)
+    column = tl.arange(0, TILE_GROUPS * GROUP)
+    total = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
+    if BY_GROUP:
+        column = tl.arange(0, TILE_GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        total = tl.zeros([TILE_GROUPS, TILE_OUTPUTS, TILE_ROWS], tl.float32)
     rows += row.to(tl.int64) * row_stride + tl.expand_dims(column, -1)
-    weight += out.to(tl.int64)[:, None] * SIZE + tl.expand_dims(column, -2)
-    total = _zeros(TILE_GROUPS, TILE_OUTPUTS, TILE_ROWS, BY_GROUP)
+    if INT4:
+        group = tl.arange(0, TILE_GROUPS)
+        if BY_GROUP:
+            group, out_of_word = group[:, None], out[None, :]
+        else:
+            group, out_of_word = group[None, :], out[:, None]
+        word = tl.arange(0, GROUP // 8)[None, None, :]
+        weight += out_of_word.to(tl.int64)[:, :, None] * (SIZE // 8) + group[:, :, None] * (GROUP // 8) + word
+    else:
+        weight += out.to(tl.int64)[:, None] * SIZE + tl.expand_dims(column, -2)
     for start in tl.range(0, SIZE, TILE_GROUPS * GROUP, num_stages=STAGES):
         inside = start + column < SIZE
-        matrix = tl.load(weight + start, mask=own[:, None] & tl.expand_dims(inside, -2), other=0)
-        numbers = tl.load(rows + start, mask=live & tl.expand_dims(inside, -1), other=0.0)
-        total = _dot(matrix.to(tl.float32 if UPCAST else numbers.dtype), numbers, total, UPCAST)
+        if INT4:
+            there = (out_of_word < OUTPUTS) & (start // GROUP + group < SIZE // GROUP)
+            words = tl.load(weight + start // 8, mask=there[:, :, None], other=0)
+            numbers = tl.load(rows + start, mask=live & tl.expand_dims(inside, -1), other=0.0)
+            matrix = _of_int4(words, scales, (start // GROUP + group) * OUTPUTS + out_of_word, there, rows, UPCAST)
+            if not BY_GROUP:
+                matrix = tl.reshape(matrix, [TILE_OUTPUTS, TILE_GROUPS * GROUP])
+        else:
+            matrix = tl.load(weight + start, mask=own[:, None] & tl.expand_dims(inside, -2), other=0)
+            numbers = tl.load(rows + start, mask=live & tl.expand_dims(inside, -1), other=0.0)
+            matrix = matrix.to(tl.float32 if UPCAST else numbers.dtype)
+        total = _dot(matrix, numbers, total, UPCAST)
     if BY_GROUP:
         total = tl.sum(total, 0)
-    if scales is not None:
+    if not INT4 and scales is not None:
         total *= tl.load(scales + out, mask=own, other=0.0)[:, None]
     _store_product(output, bias, total, row, out, live, own, OUTPUTS, ADDS)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def int4_product_tiles(
-    output, rows, weight, scales, bias, num_rows, row_stride,
-    SIZE: tl.constexpr, OUTPUTS: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_OUTPUTS: tl.constexpr,
-    GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr, ADDS: tl.constexpr, UPCAST: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Do as `product_tiles` for an int4 matrix. Its numbers are restored before the product."""
-    out = tl.program_id(0) * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
-    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    own, live = out < OUTPUTS, row < num_rows
-    column = _columns(GROUP, TILE_GROUPS, BY_GROUP)
-    group = tl.arange(0, TILE_GROUPS)
-    if BY_GROUP:
-        group, out_of_word = group[:, None], out[None, :]
+@triton.jit
+def _of_int4(words, scales, where, there, like, UPCAST: tl.constexpr):
+    """Return the numbers of int4 words in the type of a tensor. where: of their scales and offsets."""
+    if like.dtype.element_ty == tl.bfloat16 and not UPCAST:
+        pairs = tl.load(scales.to(tl.pointer_type(tl.int32)) + where, mask=there, other=0)
+        numbers = _bfloat16_of_words(words, pairs)
     else:
-        group, out_of_word = group[None, :], out[:, None]
-    word = tl.arange(0, GROUP // 8)[None, None, :]
-    rows += row.to(tl.int64) * row_stride + tl.expand_dims(column, -1)
-    weight += out_of_word.to(tl.int64)[:, :, None] * (SIZE // 8) + group[:, :, None] * (GROUP // 8) + word
-    total = _zeros(TILE_GROUPS, TILE_OUTPUTS, TILE_ROWS, BY_GROUP)
-    for start in tl.range(0, SIZE, TILE_GROUPS * GROUP, num_stages=STAGES):
-        there = (out_of_word < OUTPUTS) & (start // GROUP + group < SIZE // GROUP)
-        words = tl.load(weight + start // 8, mask=there[:, :, None], other=0)
-        where = (start // GROUP + group) * OUTPUTS + out_of_word
-        numbers = tl.load(rows + start, mask=live & tl.expand_dims(start + column < SIZE, -1), other=0.0)
-        if numbers.dtype == tl.bfloat16 and not UPCAST:
-            pairs = tl.load(scales.to(tl.pointer_type(tl.int32)) + where, mask=there, other=0)
-            matrix = _bfloat16_of_words(words, pairs)
-        else:
-            scale = tl.load(scales + where * 2, mask=there, other=0.0).to(tl.float32)
-            offset = tl.load(scales + where * 2 + 1, mask=there, other=0.0).to(tl.float32)
-            levels = _levels_of_words(words).to(tl.float32)
-            matrix = _as((levels + 16) * scale[:, :, None] + offset[:, :, None], rows)
-        if not BY_GROUP:
-            matrix = tl.reshape(matrix, [TILE_OUTPUTS, TILE_GROUPS * GROUP])
-        total = _dot(matrix, numbers, total, UPCAST)
-    if BY_GROUP:
-        total = tl.sum(total, 0)
-    _store_product(output, bias, total, row, out, live, own, OUTPUTS, ADDS)
+        scale = tl.load(scales + where * 2, mask=there, other=0.0).to(tl.float32)
+        offset = tl.load(scales + where * 2 + 1, mask=there, other=0.0).to(tl.float32)
+        levels = _levels_of_words(words).to(tl.float32)
+        numbers = _as((levels + 16) * scale[:, :, None] + offset[:, :, None], like)
+    return numbers
 
 
 @triton.jit
@@ -504,23 +497,6 @@ def _store_product(output, bias, total, row, out, live, own, OUTPUTS: tl.constex
     if ADDS:
         total += tl.load(where, mask=inside, other=0.0).to(tl.float32)
     tl.store(where, _as(total, output), mask=inside)
-
-
-@triton.jit
-def _columns(GROUP: tl.constexpr, TILE_GROUPS: tl.constexpr, BY_GROUP: tl.constexpr):
-    """Return the numbers of the first step's columns: [TILE_GROUPS, GROUP] if BY_GROUP, else one axis."""
-    column = tl.arange(0, TILE_GROUPS * GROUP)
-    if BY_GROUP:
-        column = tl.arange(0, TILE_GROUPS)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    return column
-
-
-@triton.jit
-def _zeros(TILE_GROUPS: tl.constexpr, OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BY_GROUP: tl.constexpr):
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    if BY_GROUP:
-        total = tl.zeros([TILE_GROUPS, OUTPUTS, ROWS], tl.float32)
-    return total
 
 
 @triton.jit

@@ -295,9 +295,9 @@ def product(
         "output": output, "rows": rows, "weight": weight, "scales": scales, "bias": bias, "num_rows": len(rows),
         "row_stride": rows.stride(0), "SIZE": size, "OUTPUTS": len(weight),
         "TILE_ROWS": tile.rows, "TILE_OUTPUTS": tile.outputs, "GROUP": group, "TILE_GROUPS": tile.groups,
-        "BY_GROUP": tile.by_group, "ADDS": adds, "UPCAST": triton.knobs.runtime.interpret, "STAGES": tile.num_stages,
+        "BY_GROUP": tile.by_group, "INT4": is_int4, "ADDS": adds, "UPCAST": triton.knobs.runtime.interpret,
+        "STAGES": tile.num_stages,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     grid = (cdiv(len(weight), tile.outputs), cdiv(len(rows), tile.rows))
-    kernel = kernels.int4_product_tiles if is_int4 else kernels.product_tiles
-    return Call(None, (Launch(kernel, grid, arguments, options),))
+    return Call(None, (Launch(kernels.product_tiles, grid, arguments, options),))
