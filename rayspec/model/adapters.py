@@ -41,11 +41,8 @@ def check_adapters(folders: Mapping[str, str]) -> None:
 @torch.inference_mode()
 def install_adapters(parts: Decomposition, folders: Mapping[str, str], *, first: int = 1) -> None:
     """Read the adapters in `folders`, by name, and give them to the fused sublayers of a model or span. They have the
-    numbers `first`, ... in `RowSpan`. Passes without them may run meanwhile.
-
-    Raises CheckpointError for an adapter that cannot be read, does not fit, or changes something else than the matrices
-    of attention and MLP.
-    """
+    numbers `first`, ... in `RowSpan`. Passes without them may run meanwhile. Raises CheckpointError for an adapter that
+    cannot be read, does not fit, or changes something else than the matrices of attention and MLP."""
     for number, (name, folder) in enumerate(folders.items(), first):
         products = _products_of(folder)
         try:

@@ -135,10 +135,8 @@ def why_context_ends(config: PretrainedConfig) -> str:
 
 
 def trunk_and_layers(model: PreTrainedModel) -> tuple[Any, nn.ModuleList]:
-    """Return the model without its LM head, and the list of its decoder layers.
-
-    Raises UnsupportedModelError if there is no such list, no rotary embedding or no final norm.
-    """
+    """Return the model without its LM head, and the list of its decoder layers. Raises UnsupportedModelError if there
+    is no such list, no rotary embedding or no final norm."""
     trunk: Any = model.base_model
     layers = getattr(trunk, "layers", None)
     complete = hasattr(trunk, "rotary_emb") and hasattr(trunk, "norm")
@@ -223,11 +221,9 @@ def attention_calls(model: PreTrainedModel, parts: Decomposition) -> dict[int, l
 
 
 def _check_layers(model: PreTrainedModel, parts: Decomposition, numbers: Sequence[int]) -> None:
-    """Require that each of these layers is its two sublayers, one after the other, in all rows of a check.
-
-    The MLP gets the states that the layer itself has after attention, in calls of the same shape: a router of experts
-    would turn a difference in rounding into another expert.
-    """
+    """Require that each of these layers is its two sublayers, one after the other, in all rows of a check. The MLP gets
+    the states that the layer itself has after attention, in calls of the same shape: a router of experts would turn a
+    difference in rounding into another expert."""
     rows = check_rows(parts, with_chunks=True)
     pairs = {number: [one for one in parts.sublayers if one.layer == number] for number in numbers}
     between = {number: mlp.block if mlp.pre_norm is None else mlp.pre_norm for number, (_, mlp) in pairs.items()}

@@ -305,10 +305,8 @@ def packed_attention(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attention:
-    """One layer's attention over a packed batch of N rows.
-
-    query: [H, N, D]. own: keys [H_kv, N, D] and values [H_kv, N, D_v] of the rows; cached: those of all slots.
-    """
+    """One layer's attention over a packed batch of N rows. query: [H, N, D]. own: keys [H_kv, N, D] and values [H_kv,
+    N, D_v] of the rows; cached: those of all slots."""
 
     rows: PackedRows
     layer: int

@@ -193,10 +193,8 @@ def _is_tied(parts: Decomposition) -> bool:
 
 
 def matrices_of(block: nn.Module, kind: Literal["attention", "mlp"]) -> tuple[list[nn.Linear], nn.Module]:
-    """Return the linear layers that read the block's input, and the layer that computes its output.
-
-    Raises AttributeError for a block of a layout that has no body.
-    """
+    """Return the linear layers that read the block's input, and the layer that computes its output. Raises
+    AttributeError for a block of a layout that has no body."""
     first, last = names_of(block, kind)
     return [getattr(block, name) for name in first], getattr(block, last)
 
@@ -291,11 +289,9 @@ class _Inputs:
 
 
 class _Fuser:
-    """Makes bodies and checks each on the rows of a load check.
-
-    The first attention block of a kind is also checked with long chunks, in float32: in a narrower type, rounding could
-    hide a fault. What an MLP computes does not depend on positions, so it has one pass of a few rows.
-    """
+    """Makes bodies and checks each on the rows of a load check. The first attention block of a kind is also checked
+    with long chunks, in float32: in a narrower type, rounding could hide a fault. What an MLP computes does not depend
+    on positions, so it has one pass of a few rows."""
 
     def __init__(
         self, parts: Decomposition, use_operators: bool, quantised: Collection[Weights], *, own_bits: bool

@@ -85,11 +85,9 @@ def sequences(lengths: Sequence[int], *, with_chunks: bool) -> list[CheckSequenc
 
 
 class CheckRows:
-    """The rows of a check, packed as decoding packs them. All sequences have the same number of passes.
-
-    states: by sequence, random hidden states [n, hidden_size], the same in every process. hidden: by pass, the states
-    of all sequences [1, N, hidden_size]. passes: by pass, the rows. dtype: of the rows, by default that of the parts.
-    """
+    """The rows of a check, packed as decoding packs them. All sequences have the same number of passes. states: by
+    sequence, random hidden states [n, hidden_size], the same in every process. hidden: by pass, the states of all
+    sequences [1, N, hidden_size]. passes: by pass, the rows. dtype: of the rows, by default that of the parts."""
 
     def __init__(
         self, parts: Decomposition, sequences: Sequence[CheckSequence], *, dtype: torch.dtype | None = None

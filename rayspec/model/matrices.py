@@ -361,10 +361,8 @@ class FewRows(LinearMap):
 
 class Shortlist(LinearMap):
     """An LM head for drafts. A quantised copy gives the logits; those of the likeliest tokens are computed again from
-    the head's own weights, so that the likeliest of all is nearly always the head's.
-
-    weight: [num_rows, num_columns], the head's, in any floating type.
-    """
+    the head's own weights, so that the likeliest of all is nearly always the head's. weight: [num_rows, num_columns],
+    the head's, in any floating type."""
 
     def __init__(self, head: nn.Linear, copy: LinearMap, weight: Tensor) -> None:
         super().__init__([head])
@@ -389,10 +387,7 @@ def has_int8_products(device: torch.device) -> bool:
 
 def num_bytes(weights: Weights, num_rows: int, num_columns: int) -> int:
     """Return the bytes of a quantised copy of a matrix. On a GPU the int4 copy has fewer groups, and in float32 larger
-    scales.
-
-    Raises ValueError for int4 if no group size divides `num_columns`.
-    """
+    scales. Raises ValueError for int4 if no group size divides `num_columns`."""
     if weights == "int8":
         return num_rows * (num_columns + torch.float32.itemsize)
     num_groups = num_columns // _group_size(num_columns, (_GROUP,))
@@ -443,10 +438,8 @@ def _int4(
     weight: Tensor, importance: Tensor, *, have_4_bits: bool, zero_level: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Quantise to levels 0 to 15 [N, K], and scales and zeros [N, K / size] of `dtype`. importance: [K / size, size],
-    how much the squared error of a column counts in its group.
-
-    (level - zero_level) * scale + zero is near the weight.
-    """
+    how much the squared error of a column counts in its group. (level - zero_level) * scale + zero is near the
+    weight."""
     size = importance.shape[1]
     numbers = weight.float().view(len(weight), -1, size)
     low, high = numbers.amin(-1, keepdim=True), numbers.amax(-1, keepdim=True)  # `aminmax` is six times as slow.

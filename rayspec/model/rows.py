@@ -174,9 +174,7 @@ class Bucket(NamedTuple):
 
 def bucket_of(spans: Sequence[RowSpan], paths: Sequence[Sequence[Path]]) -> Bucket:
     """Return the smallest bucket for these rows. Above 512 rows, as in prompt chunks, the number of rows is not padded.
-
-    Three kinds of passes have separate buckets: single rows (decoding, drafting), chains and trees (verifying).
-    """
+    Three kinds of passes have separate buckets: single rows (decoding, drafting), chains and trees (verifying)."""
     lengths = [span.num_rows for span in spans]
     longest = max(lengths, default=1)
     return Bucket(
@@ -207,10 +205,8 @@ def decode_and_verify_buckets(max_sequences: int, max_draft_tokens: int) -> list
 
 @cache
 def padded_rows(num_rows: int) -> int:
-    """Round up to 1, 2, 4, 8, a multiple of 8 up to 64, then in steps of an eighth to a quarter of the number.
-
-    Numbers above 512 stay as they are.
-    """
+    """Round up to 1, 2, 4, 8, a multiple of 8 up to 64, then in steps of an eighth to a quarter of the number. Numbers
+    above 512 stay as they are."""
     if num_rows > MAX_PADDED_ROWS:
         return num_rows
     if num_rows <= 8:

@@ -51,10 +51,8 @@ def gguf_at(path: Path) -> Path | None:
 
 
 def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) -> None:
-    """Refuse a name that is neither a folder here nor a possible hub id. Does not use the network.
-
-    is_elsewhere: other machines load the model, so a folder may exist only on those. Raises ConfigError.
-    """
+    """Refuse a name that is neither a folder here nor a possible hub id. Does not use the network. is_elsewhere: other
+    machines load the model, so a folder may exist only on those. Raises ConfigError."""
     path = Path(name)
     if name and (path.is_dir() or gguf_at(path)):
         return
@@ -75,11 +73,9 @@ def check_name(name: str, *, option: str = "model", is_elsewhere: bool = False) 
 
 
 def check_source(name: str, *, option: str = "model", revision: str | None = None) -> None:
-    """Refuse a model or tokenizer that this machine cannot load, without the hub client's long retries.
-
-    A model in the hub's local cache is accepted without a request to the hub. Raises ConfigError as `check_name` does,
-    and CheckpointError for a model folder without a config and for a hub id that cannot be fetched.
-    """
+    """Refuse a model or tokenizer that this machine cannot load, without the hub client's long retries. A model in the
+    hub's local cache is accepted without a request to the hub. Raises ConfigError as `check_name` does, and
+    CheckpointError for a model folder without a config and for a hub id that cannot be fetched."""
     check_name(name, option=option)
     folder = Path(name)
     if folder.is_file():

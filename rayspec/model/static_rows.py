@@ -143,11 +143,9 @@ class StaticRows(Rows):
 
 
 class StepBuffers:
-    """Device buffers for one pass at a time, of up to `max_rows` rows and `max_sequences` sequences.
-
-    max_places: the most places of a sequence. It decides how attention splits the keys, so all passes split them alike.
-    A pass costs one copy to the device, and one more if pages of its sequences have changed.
-    """
+    """Device buffers for one pass at a time, of up to `max_rows` rows and `max_sequences` sequences. max_places: the
+    most places of a sequence. It decides how attention splits the keys, so all passes split them alike. A pass costs
+    one copy to the device, and one more if pages of its sequences have changed."""
 
     def __init__(
         self,

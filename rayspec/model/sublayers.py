@@ -24,11 +24,9 @@ Body: TypeAlias = Callable[[Tensor, Rows], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sublayer:
-    """One attention or MLP block with its norms and residual. `index` counts sublayers, `layer` decoder layers.
-
-    body: a faster computation that replaces the modules, if a check found it equal to them. quantised: bodies for
-    drafts with quantised copies of the weights, by type of weights.
-    """
+    """One attention or MLP block with its norms and residual. `index` counts sublayers, `layer` decoder layers. body: a
+    faster computation that replaces the modules, if a check found it equal to them. quantised: bodies for drafts with
+    quantised copies of the weights, by type of weights."""
 
     index: int
     kind: Literal["attention", "mlp"]
@@ -95,12 +93,9 @@ def run(
     choices: Sequence[Choice] | None = None,
     tap: Tap | None = None,
 ) -> Tensor:
-    """Run a contiguous span of sublayers over packed rows.
-
-    hidden: [1, N, hidden_size]; changed if `rows.in_place`. choices: one per sublayer of the whole model; None runs all
-    in full. `tap(i, hidden)` is called with the hidden states after sublayer i, even if it is skipped. Returns the
-    hidden states after the span.
-    """
+    """Run a contiguous span of sublayers over packed rows. hidden: [1, N, hidden_size]; changed if `rows.in_place`.
+    choices: one per sublayer of the whole model; None runs all in full. `tap(i, hidden)` is called with the hidden
+    states after sublayer i, even if it is skipped. Returns the hidden states after the span."""
     for sublayer in span:
         if choices is None:
             hidden = sublayer(hidden, rows)

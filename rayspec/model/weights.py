@@ -49,11 +49,9 @@ from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 
 
 def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
-    """Read the config of a folder, a path to a config.json, or a hub id, without weights.
-
-    Raises CheckpointError for a config that cannot be read, UnsupportedModelError for a model that is no decoder-only
-    causal LM, and the errors of `check_source`.
-    """
+    """Read the config of a folder, a path to a config.json, or a hub id, without weights. Raises CheckpointError for a
+    config that cannot be read, UnsupportedModelError for a model that is no decoder-only causal LM, and the errors of
+    `check_source`."""
     if not Path(source).is_file():
         check_source(source, revision=revision)
     file = find_gguf(source, revision)

@@ -53,11 +53,9 @@ def read_table() -> tuple[Supported, ...]:
 
 
 def supported(model: str | None) -> tuple[Supported, ...]:
-    """Return the whole table; for a type, its rows; for a checkpoint, what it does.
-
-    A checkpoint on this machine is loaded and checked as for generation. A checkpoint without weights here is looked up
-    by the type in its config.json. Raises ConfigError, CheckpointError and UnsupportedModelError as `load_engine` does.
-    """
+    """Return the whole table; for a type, its rows; for a checkpoint, what it does. A checkpoint on this machine is
+    loaded and checked as for generation. A checkpoint without weights here is looked up by the type in its config.json.
+    Raises ConfigError, CheckpointError and UnsupportedModelError as `load_engine` does."""
     rows = read_table()
     of_type = tuple(row for row in rows if row.type.partition("#")[0] == model)
     if model is None or (of_type and not Path(model).exists()):

@@ -37,11 +37,8 @@ def load_pipeline(
     config: EngineConfig, *, with_tokenizer: bool = True, shard_type: type[Shard] = Shard, why_whole: str = ""
 ) -> Engine:
     """Place and load the shards of one replica, measure them, and put an engine on top. Ray must be running. why_whole:
-    why layers are not split into sublayers, although their names are those of layers that are.
-
-    Raises ConfigError, CheckpointError, PlacementError, and UnsupportedModelError for a model whose layers stages
-    cannot divide.
-    """
+    why layers are not split into sublayers, although their names are those of layers that are. Raises ConfigError,
+    CheckpointError, PlacementError, and UnsupportedModelError for a model whose layers stages cannot divide."""
     options = config.parallel or ParallelOptions()
     model = load_config(config)
     sizes = _sizes(config, options, model, may_split=not why_whole)
@@ -102,11 +99,8 @@ def balanced_cut(
     latency: LatencyModel, spans: Sequence[tuple[int, int]], costs: ModelCosts, devices: Sequence[Device]
 ) -> tuple[range, ...] | None:
     """Return layers for each stage that fit the memory and make the slowest stage as fast as possible; None if the
-    present cut is about as good.
-
-    latency: measured with the present cut. costs: used for their bytes. A layer's time on another stage's device is
-    its own time, times the ratio of the mean times per layer of the two devices.
-    """
+    present cut is about as good. latency: measured with the present cut. costs: used for their bytes. A layer's time on
+    another stage's device is its own time, times the ratio of the mean times per layer of the two devices."""
     layer_s = latency.sublayers_s(rows=1, context=1024, batch=1).reshape(-1, 2).sum(axis=1)
     cuts = [range(first // 2, last // 2) for first, last in spans]
     pace = [float(layer_s[cut.start : cut.stop].mean()) for cut in cuts]

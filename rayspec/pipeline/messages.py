@@ -230,11 +230,9 @@ class TensorForm(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first frame of a message.
-
-    stream, number: the message is number `number` of one connection; a gap shows that messages were lost. rank: the
-    sender's rank on the link that carries the tensors; None if the tensors are in the frames that follow.
-    """
+    """The first frame of a message. stream, number: the message is number `number` of one connection; a gap shows that
+    messages were lost. rank: the sender's rank on the link that carries the tensors; None if the tensors are in the
+    frames that follow."""
 
     sender: str
     stream: int

@@ -43,12 +43,9 @@ _UNUSED = Status("", 0.0, 0)
 
 
 class RayStages(Stages):
-    """A replica's shards as the engine's stages. Only one thread at a time may use them.
-
-    Shards that die or freeze are replaced while the engine waits; the engine then gets StagesReplacedError. A
-    coordinator that dies or freezes is replaced while work goes on; until then there are no new plans. Any thread may
-    read `is_recovering`.
-    """
+    """A replica's shards as the engine's stages. Only one thread at a time may use them. Shards that die or freeze are
+    replaced while the engine waits; the engine then gets StagesReplacedError. A coordinator that dies or freezes is
+    replaced while work goes on; until then there are no new plans. Any thread may read `is_recovering`."""
 
     searches_apart = True
 

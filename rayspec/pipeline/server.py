@@ -33,11 +33,9 @@ def stage_name(stage: int) -> str:
 
 
 class Server:
-    """The actor of a shard or the coordinator: exchanges messages of the present epoch until it fails or is killed.
-
-    One thread serves; any thread may call `process_id`, `address` and `status`. progress: the tasks of the serving
-    thread. num_passes: how many of them were passes.
-    """
+    """The actor of a shard or the coordinator: exchanges messages of the present epoch until it fails or is killed. One
+    thread serves; any thread may call `process_id`, `address` and `status`. progress: the tasks of the serving thread.
+    num_passes: how many of them were passes."""
 
     transport: Transport
 

@@ -52,11 +52,9 @@ _WHOLE_STYLES = {"replicate", "replicated_with_grad_allreduce"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroup:
-    """This process as one of the `size` ranks of a stage. Rank 0 is the leader.
-
-    address: of the `Rendezvous` where the ranks meet. device: "cpu", "cuda" or "cuda:N".
-    The ranks become the process's default group of torch.distributed: a process belongs to one stage.
-    """
+    """This process as one of the `size` ranks of a stage. Rank 0 is the leader. address: of the `Rendezvous` where the
+    ranks meet. device: "cpu", "cuda" or "cuda:N". The ranks become the process's default group of torch.distributed: a
+    process belongs to one stage."""
 
     rank: int
     size: int

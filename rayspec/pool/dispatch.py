@@ -79,10 +79,8 @@ class _Isolated:
 
 class Dispatch:
     """Gives waiting items, known by number, to engines. While there are isolated items, one slot gets only these, and
-    the other slots get the other items.
-
-    max_items: largest number of items that an engine has at a time; None: no limit.
-    """
+    the other slots get the other items. max_items: largest number of items that an engine has at a time; None: no
+    limit."""
 
     def __init__(self, slots: Sequence[Slot], *, max_items: int | None) -> None:
         self._slots, self._max_items = slots, max_items

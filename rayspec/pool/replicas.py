@@ -19,10 +19,8 @@ from rayspec.types import CompletionOutput, EngineLoad, EngineStats, Request, Re
 
 class Replicas:
     """Gives requests from any thread to the least busy replica, or to one that had a prompt with the same beginning.
-
     When a replica dies, its requests start again on other replicas, and a new replica takes its place. A stream never
-    repeats what it has delivered: the same seed gives the same text. A request that kills replicas fails alone.
-    """
+    repeats what it has delivered: the same seed gives the same text. A request that kills replicas fails alone."""
 
     def __init__(self, factory: EngineFactory, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Wait until one replica is up, see `EngineSupervisor.begin`. factory: its items are requests."""

@@ -204,9 +204,7 @@ def merge_splits(
     SPLITS_PADDED: tl.constexpr, LEAST_LENGTH: tl.constexpr, DOUBLINGS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits. One program: one head of one row. Grid: (N, H). Reads only splits with places the row may see.
-
-    parts: float32 [N, H, SPLITS, D]; log_sums: float32 [N, H, SPLITS]; output: [N, H, D], zeros for padding rows.
-    """
+    parts: float32 [N, H, SPLITS, D]; log_sums: float32 [N, H, SPLITS]; output: [N, H, D], zeros for padding rows."""
     row = tl.program_id(0)
     where = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     dim = tl.arange(0, DIM_PADDED)
@@ -263,9 +261,7 @@ def rotate_and_write_heads(
     QUERY_NORM: tl.constexpr, KEY_NORM: tl.constexpr,
 ):  # fmt: skip
     """Normalise and rotate query and key heads; write keys and values to their slots. One program: one head of one row.
-
-    Grid: (N, H + 2 * H_kv): first the query heads, then the key heads, then the value heads.
-    """
+    Grid: (N, H + 2 * H_kv): first the query heads, then the key heads, then the value heads."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, DIM_PADDED)
@@ -359,11 +355,9 @@ def _gumbel_of(number):
 
 @triton.jit
 def cut_rows_to_top_p(scores, top_p, row_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Forbid the tokens beyond top_p. One program: a row. Grid: (N,).
-
-    Non-negative float32 numbers are in the order of their bits. So 16 searches, of two bits each, find the size of the
-    weakest score that stays. Sums are of float32 for each place of a block, then of float64.
-    """
+    """Forbid the tokens beyond top_p. One program: a row. Grid: (N,). Non-negative float32 numbers are in the order of
+    their bits. So 16 searches, of two bits each, find the size of the weakest score that stays. Sums are of float32 for
+    each place of a block, then of float64."""
     row = tl.program_id(0)
     scores += row.to(tl.int64) * row_stride
     place = tl.arange(0, BLOCK)
@@ -501,11 +495,9 @@ def _store_product(output, bias, total, row, out, live, own, OUTPUTS: tl.constex
 
 @triton.jit
 def _bfloat16_of_words(words, pairs):
-    """Return (level + 16) * scale + offset, rounded once: bfloat16 [groups, outputs, size].
-
-    words: int32 [groups, outputs, size / 8]. pairs: int32 [groups, outputs], the bits of scale and offset. Four bits
-    below the exponent of 16 make the bfloat16 number level + 16, so a pair of numbers takes a shift, a mask and an add.
-    """
+    """Return (level + 16) * scale + offset, rounded once: bfloat16 [groups, outputs, size]. words: int32 [groups,
+    outputs, size / 8]. pairs: int32 [groups, outputs], the bits of scale and offset. Four bits below the exponent of 16
+    make the bfloat16 number level + 16, so a pair of numbers takes a shift, a mask and an add."""
     scale, offset = tl.inline_asm_elementwise(
         "prmt.b32 $0, $2, 0, 0x1010; prmt.b32 $1, $2, 0, 0x3232;",
         "=&r,=&r,r", [pairs], dtype=(tl.int32, tl.int32), is_pure=True, pack=1,

@@ -83,10 +83,8 @@ class Tried(NamedTuple):
 
 @cache
 def works(shapes: Shapes, path: Path, *, remeasure: bool = False) -> bool:
-    """Return whether the kernels can be used on the GPU `shapes.device`. Log one warning if they cannot.
-
-    path: of the kept verdict, which `remeasure` ignores. Raises torch.OutOfMemoryError.
-    """
+    """Return whether the kernels can be used on the GPU `shapes.device`. Log one warning if they cannot. path: of the
+    kept verdict, which `remeasure` ignores. Raises torch.OutOfMemoryError."""
     fault, where = obstacle(torch.device(shapes.device)), ""
     if fault is None:
         kept = None

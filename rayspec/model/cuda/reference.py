@@ -192,10 +192,8 @@ def packed_levels(levels: Tensor, size: int) -> Tensor:
 
 
 def gated(packed: Tensor, activation: str) -> Tensor:
-    """Return activation(gate) * up: [N, I]. packed: [N, 2 * I], gate first. activation: "silu" or "gelu_tanh".
-
-    Rounds the activation to the type of packed before the product, as eager torch does.
-    """
+    """Return activation(gate) * up: [N, I]. packed: [N, 2 * I], gate first. activation: "silu" or "gelu_tanh". Rounds
+    the activation to the type of packed before the product, as eager torch does."""
     gate, up = packed.chunk(2, -1)
     return ACTIVATIONS[activation](gate) * up
 
@@ -206,11 +204,9 @@ def gumbel(keys: Tensor, vocab_size: int) -> Tensor:
 
 
 def cut_to_top_p(scores: Tensor, top_p: Tensor) -> None:
-    """Forbid, by -inf in place, each token before which the likelier ones have top_p of the probability.
-
-    scores: float32 [N, V]; the largest of a row is 0, and -inf is allowed. top_p: float64 [N, 1], below 1. Of equally
-    likely tokens at the edge the lowest ids stay. Here, the host waits for the device.
-    """
+    """Forbid, by -inf in place, each token before which the likelier ones have top_p of the probability. scores:
+    float32 [N, V]; the largest of a row is 0, and -inf is allowed. top_p: float64 [N, 1], below 1. Of equally likely
+    tokens at the edge the lowest ids stay. Here, the host waits for the device."""
     total = scores.to(torch.float64).exp_().sum(1, keepdim=True)
     scores.copy_(_nucleus(scores, top_p, total, _SHORTLISTS))
 

@@ -152,10 +152,8 @@ def check_open_files(limit: int | None = None) -> Finding:
 
 
 def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
-    """Check that torch can use all GPUs of the driver, and includes NCCL. Return also how many it can use.
-
-    hidden_too: include GPUs that CUDA_VISIBLE_DEVICES hides; Ray sets that variable in tasks that reserve no GPU.
-    """
+    """Check that torch can use all GPUs of the driver, and includes NCCL. Return also how many it can use. hidden_too:
+    include GPUs that CUDA_VISIBLE_DEVICES hides; Ray sets that variable in tasks that reserve no GPU."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return skipped("GPUs", "no GPU"), 0

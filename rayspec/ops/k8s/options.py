@@ -48,11 +48,9 @@ def _words(form: str, remedy: str) -> Callable[[Any], Any]:
 
 
 class RenderOptions(Options):
-    """Defaults of context and concurrency are those of `rayspec placement`, whose plan the manifests follow.
-
-    Where neither stages nor tensor is named, `rayspec plan` chooses both. It also chooses the number of copies where
-    neither replicas nor max_replicas is named: gpus and concurrency are then those of all copies together.
-    """
+    """Defaults of context and concurrency are those of `rayspec placement`, whose plan the manifests follow. Where
+    neither stages nor tensor is named, `rayspec plan` chooses both. It also chooses the number of copies where neither
+    replicas nor max_replicas is named: gpus and concurrency are then those of all copies together."""
 
     kind: Kind = Field("job", description="a RayJob that summarizes, a RayService, or a RayCluster to work on")
     model: str = Field(description="model that the pods load: hub id, a folder in the pods, or 'demo'")

@@ -47,11 +47,9 @@ _ANYWHERE: Manifest = {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodShape:
-    """A group of equal worker pods.
-
-    gpu: None on CPUs. num_pods: pods per copy of the model. num_shards: processes per pod that hold a part of the
-    model, each on its own GPU. shared_bytes: size of /dev/shm, which memory_bytes includes.
-    """
+    """A group of equal worker pods. gpu: None on CPUs. num_pods: pods per copy of the model. num_shards: processes per
+    pod that hold a part of the model, each on its own GPU. shared_bytes: size of /dev/shm, which memory_bytes
+    includes."""
 
     group: str
     gpu: Gpu | None

@@ -35,12 +35,9 @@ _ALONE_TOKENS = 48
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Performance:
-    """Predicted performance of a layout. num_draft_tokens: 0 without drafts.
-
-    tokens_per_s: total of all replicas. first_token_s: median under that load; None where no request came during the
-    simulation. alone_first_token_s, alone_token_s: of a request that has a replica to itself. idle_share: mean over the
-    stages.
-    """
+    """Predicted performance of a layout. num_draft_tokens: 0 without drafts. tokens_per_s: total of all replicas.
+    first_token_s: median under that load; None where no request came during the simulation. alone_first_token_s,
+    alone_token_s: of a request that has a replica to itself. idle_share: mean over the stages."""
 
     num_draft_tokens: int
     tokens_per_s: float

@@ -86,9 +86,7 @@ _SIZED = re.compile(r"(?!\d+\s*x)(?P<name>.+)-(?P<memory_gb>[1-9]\d{0,6})GB?", r
 
 def parse_gpus(spec: str) -> tuple[Gpu, ...]:
     """Return every GPU in order, for instance of "4xH200-141G,4xA100-80G", "2x8xH100" (two nodes) or "8xNEW-96G@4000".
-
-    Upper and lower case are equal. Raises ConfigError.
-    """
+    Upper and lower case are equal. Raises ConfigError."""
     groups = _groups(spec)
     total = sum(math.prod(counts) for _, counts in groups)
     if total > MAX_GPUS:

@@ -21,10 +21,8 @@ PUBLISHED_ACCEPTANCE = 0.90
 
 
 class LoadOptions(Options):
-    """GPUs, the form of the weights, and the load, which determines the size of the KV cache.
-
-    context: tokens of a complete sequence. None until `rayspec.ops.plan.placement.for_model` has set it.
-    """
+    """GPUs, the form of the weights, and the load, which determines the size of the KV cache. context: tokens of a
+    complete sequence. None until `rayspec.ops.plan.placement.for_model` has set it."""
 
     gpus: str = Field(
         description="GPUs, as 8xH100-80G, 2x8xH100 (two nodes), 4xH200,4xA100-80G or 2xNEW-96G@4000 (GB/s)"
@@ -49,10 +47,7 @@ class LoadOptions(Options):
 
 
 class PlacementOptions(LoadOptions):
-    """A placement to compute.
-
-    stages, tensor, layers: where all are None, `rayspec plan` chooses the layout.
-    """
+    """A placement to compute. stages, tensor, layers: where all are None, `rayspec plan` chooses the layout."""
 
     stages: int | None = Field(None, ge=1, description="pipeline stages; unset: as rayspec plan recommends")
     tensor: int | None = Field(None, ge=1, description="GPUs that share each stage")
@@ -77,10 +72,8 @@ class PlacementOptions(LoadOptions):
 
 
 class PlanOptions(LoadOptions):
-    """A cluster, a load, and a goal.
-
-    profile: of this model. gpus_per_node: None: the smallest node that `gpus` names, else 8.
-    """
+    """A cluster, a load, and a goal. profile: of this model. gpus_per_node: None: the smallest node that `gpus` names,
+    else 8."""
 
     output_tokens: int = Field(256, ge=1, description="output tokens, a part of the context")
     goal: Goal = Field("throughput", description="what to optimize; latency: of one request alone")
