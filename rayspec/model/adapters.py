@@ -32,12 +32,6 @@ _MORE: dict[str, tuple[Any, ...]] = {
 }
 
 
-def check_adapters(folders: Mapping[str, str]) -> None:
-    """Raise CheckpointError for an adapter whose folder has no config that can be read."""
-    for folder in folders.values():
-        adapter_config(folder)
-
-
 @torch.inference_mode()
 def install_adapters(parts: Decomposition, folders: Mapping[str, str], *, first: int = 1) -> None:
     """Read the adapters in `folders`, by name, and give them to the fused sublayers of a model or span. They have the

@@ -238,7 +238,7 @@ def _check_layers(model: PreTrainedModel, parts: Decomposition, numbers: Sequenc
             actual = rows.outputs(number, attention, hidden=inputs)
         # Some families have the window in the mask only, which packed attention does not use. Pages outside the window
         # would also be given back too early.
-        (passed,) = rows.passes[0].windows_seen
+        (passed,) = {window for _, window, *_ in rows.passes[0].calls}
         if hiding_window(passed, model.config) != parts.windows.get(number):
             raise UnsupportedModelError(
                 f"{model.config.model_type}: attention is called with sliding window {passed}, but the config says "

@@ -199,10 +199,6 @@ class PackedRows(Rows):
     windowed: PackedRows | None = None
     adapters: Sequence[tuple[int, slice]] = ()
 
-    @property
-    def windows_seen(self) -> set[int | None]:
-        return {window for _, window, _, _, _ in self.calls}
-
     def seeing(self, keys: Keys) -> PackedRows:
         return self if keys == self.keys else replace(self, keys=keys)
 

@@ -175,11 +175,10 @@ def draft_head_bytes(parts: Decomposition, weights: Weights) -> int:
         return 0
     bfloat16_bytes = 2 * head.weight.numel()
     own_bytes = bfloat16_bytes if _may_halve(head) else 0
-    try:
-        found = num_bytes(weights, *head.weight.shape)
-    except ValueError:
+    if not can_copy(weights, head.in_features):
         return own_bytes
-    return own_bytes + found + (bfloat16_bytes if has_blocked_layout(head.weight) and not _is_tied(parts) else 0)
+    of_shortlist = bfloat16_bytes if has_blocked_layout(head.weight) and not _is_tied(parts) else 0
+    return own_bytes + num_bytes(weights, *head.weight.shape) + of_shortlist
 
 
 def _may_halve(head: nn.Linear) -> bool:

@@ -286,7 +286,10 @@ def int4_matrix(
     if num_columns % _GROUP == 0:  # nearly all groups of the first rows have 16 levels with equal steps
         steps = _steps(weight[:_BLOCK_ROWS].float().reshape(-1, _GROUP))
         has_own_bits = float((steps > 0).float().mean()) > _MOST
-    size = _group_size(num_columns, (_GROUP,) if has_own_bits or not use_operators else _GPU_GROUPS)
+    sizes = (_GROUP,) if has_own_bits or not use_operators else _GPU_GROUPS
+    size = next((each for each in sizes if num_columns % each == 0), None)
+    if size is None:
+        raise ValueError(f"{num_columns} columns cannot be quantised to int4 in groups of {', '.join(map(str, sizes))}")
     if mean_squares is None:
         mean_squares = torch.ones(num_columns, device=weight.device)
     if not use_operators:
@@ -386,11 +389,11 @@ def has_int8_products(device: torch.device) -> bool:
 
 
 def num_bytes(weights: Weights, num_rows: int, num_columns: int) -> int:
-    """Return the bytes of a quantised copy of a matrix. On a GPU the int4 copy has fewer groups, and in float32 larger
-    scales. Raises ValueError for int4 if no group size divides `num_columns`."""
+    """Return the bytes of a quantised copy of a matrix that `can_copy`. On a GPU the int4 copy has fewer groups, and in
+    float32 larger scales."""
     if weights == "int8":
         return num_rows * (num_columns + torch.float32.itemsize)
-    num_groups = num_columns // _group_size(num_columns, (_GROUP,))
+    num_groups = num_columns // _GROUP
     padded_rows = num_rows + -num_rows % _ROW_MULTIPLE
     return padded_rows * (num_columns // 2 + num_groups * 2 * torch.bfloat16.itemsize)
 
@@ -398,14 +401,6 @@ def num_bytes(weights: Weights, num_rows: int, num_columns: int) -> int:
 def can_copy(weights: Weights, num_columns: int) -> bool:
     """Return whether a matrix with so many columns can have a copy."""
     return weights != "int4" or num_columns % _GROUP == 0
-
-
-def _group_size(num_columns: int, sizes: Sequence[int]) -> int:
-    """Return the first of the sizes that divides `num_columns`. Raises ValueError if there is none."""
-    size = next((size for size in sizes if num_columns % size == 0), None)
-    if size is None:
-        raise ValueError(f"{num_columns} columns cannot be quantised to int4 in groups of {', '.join(map(str, sizes))}")
-    return size
 
 
 def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:

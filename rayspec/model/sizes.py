@@ -211,12 +211,10 @@ def copy_bytes(sublayer: Sublayer, weights: Weights, *, tensor: int = 1) -> int:
 
 def _head_copy_bytes(head: nn.Module, draft_weights: Collection[Weights]) -> int:
     """Return the bytes of the LM head's copy for drafts: it has the smallest type that they have. 0 if it has none."""
-    if not (draft_weights and isinstance(head, nn.Linear)):
+    weights: Weights = "int4" if "int4" in draft_weights else "int8"
+    if not (draft_weights and isinstance(head, nn.Linear) and can_copy(weights, head.in_features)):
         return 0
-    try:
-        return num_bytes("int4" if "int4" in draft_weights else "int8", head.out_features, head.in_features)
-    except ValueError:
-        return 0
+    return num_bytes(weights, head.out_features, head.in_features)
 
 
 def _bytes_of(parameters: Iterable[nn.Parameter], itemsize: int, linear_bytes: float, num_ranks: int = 1) -> int:

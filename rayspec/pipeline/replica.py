@@ -73,8 +73,7 @@ class Replica:
     def ends(self) -> Mapping[str, str]:
         """Return the processes that have ended, each with the reason."""
         started = self.shards | ({COORDINATOR: self.coordinator} if self.coordinator else {})
-        found = {name: process.end() for name, process in started.items()}
-        return {name: reason for name, reason in found.items() if reason is not None}
+        return {name: reason for name, process in started.items() if (reason := process.end()) is not None}
 
     def start_coordinator(self) -> None:
         """Start a coordinator, which replaces the present one. Do not wait for it."""

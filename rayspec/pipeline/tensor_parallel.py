@@ -247,15 +247,11 @@ def _divide_heads(layer: _Layer, shapes: dict[int, LayerShape], group: RankGroup
     block: Any = layer.sublayers[0].block
     shape = shapes[block.layer_idx]
     config = copy(block.config)
-    config.num_attention_heads //= group.size
-    config.num_key_value_heads = shape.num_heads
+    heads, kv_heads = config.num_attention_heads // group.size, shape.num_heads
+    config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
     block.config = config
-    for name, count in (
-        ("num_heads", config.num_attention_heads),
-        ("num_attention_heads", config.num_attention_heads),
-        ("num_key_value_heads", shape.num_heads),
-        ("num_kv_heads", shape.num_heads),
-    ):
+    own = {"num_heads": heads, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_kv_heads": kv_heads}
+    for name, count in own.items():
         if hasattr(block, name):
             setattr(block, name, count)
     for name, norm in list(block.named_children()):

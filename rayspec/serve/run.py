@@ -87,12 +87,13 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
         engines = [engine for engine in engines if engine.lora_modules or engine.model not in BUNDLED]
         if engines and _RAY_ADDRESS not in os.environ:  # a cluster's nodes may have other files
             # They bring torch and transformers.
-            from rayspec.model.adapters import check_adapters  # noqa: PLC0415
+            from rayspec.model.sources import adapter_config  # noqa: PLC0415
             from rayspec.model.weights import load_config  # noqa: PLC0415
 
             for engine in engines:  # finds errors before Ray starts
                 load_config(engine.replace(model=local_path(engine.model)))
-                check_adapters(engine.lora_modules)
+                for folder in engine.lora_modules.values():
+                    adapter_config(folder)
         for config in options.llm_configs:  # finds errors in their deployment_config
             model_deployment(config, replica_timeout_s=options.replica_timeout_s, name="Model", num_gpus=0)
         if options.batches is not None and _RAY_ADDRESS not in os.environ:
