@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -56,8 +56,7 @@ class _Arrival:
 
 class EngineLoop:
     """Steps an engine while it has work, and sleeps otherwise. Two threads start with the first request or ping: one
-    runs the engine, the other decodes the tokens and delivers outputs in the order in which they were made, except for
-    those with thousands of log-probabilities.
+    runs the engine, the other decodes the tokens and delivers outputs in order, the largest ones later.
 
     Two callers may use the same request id. The future of `submit` gives the finished output, whose `error` is set if
     the request failed; for a stream it gives the last output. Cancelling it aborts the request. When the loop ends,
@@ -107,13 +106,13 @@ class EngineLoop:
         return self.engine.stages.recent_use()
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """Submit one request and return its future. listener: receives all outputs of a stream but the last. Raises
-        EngineDeadError."""
+        """Do as `submit_all` for one request."""
         return self.submit_all([request], listener)[0]
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:
         """Submit requests, which the engine gets before its next step, and return a future for each. A request with a
-        form of the output follows when the form has been compiled, on another thread. Raises EngineDeadError."""
+        form of the output follows when the form has been compiled, on another thread. listener: receives all outputs of
+        a stream but the last. Raises EngineDeadError."""
         arrivals: dict[str, _Arrival] = {}
         for request in requests:
             request_id, future = str(next(self._request_ids)), Future[RequestOutput]()
@@ -124,11 +123,11 @@ class EngineLoop:
             with self._lock:
                 self._require_alive()
                 self._waiting |= arrivals
-                self._put(partial(self._admit, [one for one in arrivals.values() if one.form is None]))
+                self._put(self._admit, [one for one in arrivals.values() if one.form is None])
         for arrival in arrivals.values():
             if arrival.form is not None:
                 compiled = self.engine.model.grammars.compiled(arrival.form, arrival.is_wanted, arrival.request.owner)
-                compiled.add_done_callback(partial(self._admit_later, arrival))
+                compiled.add_done_callback(partial(self._put, self._admit, [arrival]))
         return [arrival.future for arrival in arrivals.values()]
 
     def _params(self, request: Request) -> SamplingParams:
@@ -138,18 +137,17 @@ class EngineLoop:
             return params
         end = request.prompt if isinstance(request.prompt, str) else ""
         if request.prompt_token_ids is not None:
-            with suppress(OverflowError, TypeError, ValueError):  # the engine refuses such a prompt
+            with suppress(Exception):  # the engine refuses such a prompt
                 end = str(self.tokenizer.decode(list(request.prompt_token_ids[-MOST_TOKENS_OF_THINK:])))
         return params.replace(structured_outputs=form.after(end))
 
     def ping(self) -> Future[None]:
-        """Return a future that is done once the engine has answered; a stuck loop never does. Raises
-        EngineDeadError."""
+        """Return a future that is done once the engine answers; a stuck loop never does. Raises EngineDeadError."""
         future: Future[None] = Future()
         with self._lock:
             self._require_alive()
             self._pings.add(future)
-            self._put(partial(self._answer, future))
+            self._put(self._answer, future)
         return future
 
     def stop(self, timeout_s: float = 10.0) -> None:
@@ -160,7 +158,7 @@ class EngineLoop:
             if thread is None:
                 self.death = self.death or stopped
                 return
-        self._put(partial(_raise, stopped))
+        self._put(_raise, stopped)
         end_s = time.monotonic() + timeout_s
         for one in (thread, self._deliverer):
             if one is threading.current_thread():  # a garbage collection may run on any thread
@@ -185,13 +183,12 @@ class EngineLoop:
                 "the engine's thread stayed in the process that this one was forked from: load the model here"
             )
 
-    def _put(self, call: Callable[[], None]) -> None:
-        self._inbox.put(call)
+    def _put(self, call: Callable[..., None], *given: Any) -> None:
+        self._inbox.put(partial(call, *given))
         self.engine.wake()
 
     def _run(self) -> None:
-        """Step the engine while it has work, and make the calls in the inbox between steps, until one of them
-        raises."""
+        """Step the engine while it has work, and make the calls in the inbox between steps, until one raises."""
         take_long_turns()
         try:
             while True:
@@ -212,25 +209,19 @@ class EngineLoop:
 
     def _on_done(self, request_id: str, future: Future[RequestOutput]) -> None:
         if future.cancelled():
-            self._put(partial(self._cancel, request_id))
+            self._put(self._cancel, request_id)
 
     def _cancel(self, request_id: str) -> None:
         if self._waiting.pop(request_id, None) is not None:
             self.engine.abort(request_id)
             self._has_work = self.engine.has_unfinished
 
-    def _admit_later(self, arrival: _Arrival, compiled: Future[Any]) -> None:
-        self._put(partial(self._admit, [arrival], compiled))
-
     def _admit(self, arrivals: Sequence[_Arrival], _compiled: Future[Any] | None = None) -> None:
-        """Give the requests to the engine. A request that it refuses has an output with the error. _compiled: the form
-        of the request, which is kept until the engine has it."""
+        """Give the requests to the engine. _compiled: the form of the request, kept until the engine has it."""
         refused = []
         for arrival in arrivals:
-            if (
-                arrival.request.request_id not in self._waiting or not arrival.is_wanted()
-            ):  # cancelled while its form was compiled
-                continue
+            if arrival.request.request_id not in self._waiting or not arrival.is_wanted():
+                continue  # it was cancelled while its form was compiled
             try:
                 self.engine.add(arrival.request)
             except RequestError as error:  # the others run
@@ -264,8 +255,7 @@ class EngineLoop:
             job()
 
     def _hand_over(self, arrival: _Arrival, new: NewOutput) -> None:
-        """Decode the texts, then settle the future or call the listener. An error of the tokenizer ends the request;
-        any other exception here ends the loop."""
+        """Decode the texts, then settle the future or call the listener. Exceptions but RequestError end the loop."""
         try:
             if arrival.future.done():
                 return
@@ -273,13 +263,13 @@ class EngineLoop:
             try:
                 output = new.decoded()
             except RequestError as error:
-                self._put(partial(self._cancel, arrival.request.request_id))
+                self._put(self._cancel, arrival.request.request_id)
                 is_last, output = True, RequestOutput.refused(arrival.request, error)
             output.request_id = arrival.name
             if not is_last and arrival.listener is not None:
                 arrival.listener(output)
         except BaseException as error:  # noqa: BLE001 - the loop reports it
-            self._inbox.put(partial(_raise, error))
+            self._put(_raise, error)
             if new.output.finished:
                 _settle(arrival.future, None, _death_by(error))
             return
@@ -304,13 +294,11 @@ def _another(death: EngineDeadError) -> EngineDeadError:
 
 
 def _settle(future: Future[Any], outcome: RequestOutput | None, error: BaseException | None = None) -> None:
-    is_settled = future.done() and not future.cancelled()
-    if is_settled or not future.set_running_or_notify_cancel():
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(outcome)
+    with suppress(InvalidStateError):  # it is settled, or was cancelled
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(outcome)
 
 
 class LoopThread:

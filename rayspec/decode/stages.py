@@ -1,7 +1,5 @@
 """The interface between engine and model. The engine sends `Stages` one message per round; `LocalStages` runs the whole
-model in this process. `SpanRunner` takes passes through the sublayers of one process, in a pipeline too. `Progress`
-judges from another thread whether the thread that runs the model is stuck.
-"""
+model in this process. `SpanRunner` takes passes through the sublayers of one process, in a pipeline too."""
 
 from __future__ import annotations
 
@@ -175,7 +173,6 @@ class SpanRunner:
                 return left
 
     def _in_parts(self, work: Pass, hidden: Tensor | None, most: int) -> Tensor:
-        """Run the pass as passes of at most `most` rows, one after another."""
         parts, first = [], 0
         for some in passes_of([piece for span in work.rows for piece in pieces_of(span, most)], most):
             rows = [span for span, _ in some]
@@ -219,11 +216,9 @@ class SpanRunner:
                 self.runner.cache.move(sources, destinations, in_windowed_store=in_windowed_store)
 
     def forget_round(self, round_id: int) -> None:
-        """Drop the saved rows of a round, which starts again."""
         self._saved.pop(round_id, None)
 
     def forget(self) -> None:
-        """Drop the saved rows of all rounds, and all taps."""
         self._saved.clear()
         self._taps.clear()
 
@@ -346,8 +341,7 @@ class Stages(ABC):
 
     @abstractmethod
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
-        """Answer a question about tapped tokens. rows: of each token; the slots that they see must keep their content
-        until then."""
+        """Answer a question about tapped tokens. rows: of each; the slots that they see must keep their content."""
 
     def continue_search(self, seconds: float) -> None:  # noqa: B027 - other processes go on by themselves
         """Work on the oldest search for about so many seconds, at least one step of about a sublayer."""
@@ -411,8 +405,7 @@ class _SearchUnderWay:
 
 
 class LocalStages(Stages):
-    """The whole model in this process, cut into sublayers. A search makes one step when it is asked for, and the others
-    in `continue_search`, so that it need not hold up the rounds."""
+    """The whole model in this process, cut into sublayers. A search makes one step at first, others on request."""
 
     def __init__(
         self,
@@ -462,13 +455,12 @@ class LocalStages(Stages):
 
     def search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan], question: Question) -> Future[Answer]:
         future: Future[Answer] = Future()
-        try:
-            with on_device(self.runner.device):
-                tapped = self.plan_search(tokens, rows)
-        except TapsGoneError as error:
+        with on_device(self.runner.device):
+            tapped = done(lambda: self.plan_search(tokens, rows))
+        if (error := tapped.exception()) is not None:
             future.set_exception(error)
             return future
-        steps = answer(question, tapped, num_sublayers=self.num_sublayers)
+        steps = answer(question, tapped.result(), num_sublayers=self.num_sublayers)
         self._searches.append(_SearchUnderWay(future, steps))
         self.continue_search(0.0)
         return future
@@ -478,27 +470,20 @@ class LocalStages(Stages):
         self._searches = [one for one in self._searches if not one.future.cancelled()]
         if not self._searches:
             return
-        search = self._searches.pop(0)
+        search = self._searches[0]
         with self.progress.of("search"), on_device(self.runner.device):
-            ended = done(lambda: self._steps_of(search, started, seconds))
-        search.spent_s += self._clock() - started
-        if (error := ended.exception()) is not None:
-            search.future.set_exception(error)
-        elif (found := ended.result()) is not None:
-            search.future.set_result(msgspec.structs.replace(found, seconds=search.spent_s))
-        else:
-            self._searches.insert(0, search)
-
-    def _steps_of(self, search: _SearchUnderWay, started: float, seconds: float) -> Answer | None:
-        """Take steps for so many seconds, at least one. Return the answer if the search has ended."""
-        try:
-            next(search.steps)
-            while self._clock() - started < seconds:
+            try:
                 next(search.steps)
-        except StopIteration as end:
-            found: Answer = end.value
-            return found
-        return None
+                while self._clock() - started < seconds:
+                    next(search.steps)
+                search.spent_s += self._clock() - started
+            except StopIteration as end:
+                del self._searches[0]
+                spent_s = search.spent_s + self._clock() - started
+                search.future.set_result(msgspec.structs.replace(end.value, seconds=spent_s))
+            except Exception as error:  # noqa: BLE001 - others than of memory are raised
+                del self._searches[0]
+                search.future.set_exception(out_of_memory(error))
 
     def plan_search(self, tokens: Sequence[TappedToken], rows: Sequence[RowSpan]) -> PlanSearch:
         return self.span.search(tokens, rows, self.head.next_tokens(tokens))

@@ -9,13 +9,15 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
+from unittest.mock import Mock
 
 import pytest
 
 from rayspec.config import SamplingParams
-from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop, _settle
 from rayspec.decode.output import NewOutput, PieceQueue, joined
 from rayspec.decode.stages import StageLostError
+from rayspec.structured import StructuredOutputsParams
 from rayspec.types import CompletionOutput, EmptyPromptError, Logprob, OutOfMemoryError, Request, RequestOutput
 
 WAIT_S = 60.0
@@ -186,6 +188,23 @@ def test_nobody_waits_for_an_engine_that_has_died(
     assert loop.death is not None
     with pytest.raises(EngineDeadError, match="the device is gone"):
         loop.submit(request("late"))
+
+
+def test_a_prompt_that_the_tokenizer_cannot_decode_is_left_to_the_engine(loop: EngineLoop) -> None:
+    decode = Mock(side_effect=IndexError("piece id is out of range"))
+    loop.tokenizer, loop.info = Mock(decode=decode), Mock(config=Mock(reasoning_parser="qwen3"))
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    form = loop._params(Request(request_id="", params=params, prompt_token_ids=[10**9])).structured_outputs
+    assert form is not None
+    assert form.reasoning == "before"
+
+
+def test_the_thread_of_deliveries_outlives_a_future_that_was_cancelled_twice() -> None:
+    future: Future[RequestOutput] = Future()
+    future.cancel()
+    for _ in range(2):
+        _settle(future, None)
+    assert future.cancelled()
 
 
 def test_a_ping_that_ends_the_engine_is_answered(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from rayspec.decode.search import (
     Trial,
     Values,
 )
+from rayspec.decode.stages import SpanRunner
 from rayspec.decode.strategy import Ask, BatchState, Strategy
 from rayspec.decode.work import TappedToken, TapsGoneError
 from rayspec.model.fused import fuse
@@ -39,7 +41,7 @@ from rayspec.model.rows import RowSpan, slots_between
 from rayspec.model.sublayers import Decomposition
 from rayspec.planning.knapsack import finished, follow
 from rayspec.strategies.fixed import FixedPlan
-from rayspec.types import Plan, no_draft
+from rayspec.types import OutOfMemoryError, Plan, no_draft
 from tests.demo_model import demo_parts, demo_prompts
 from tests.engines import (
     ALL_CHOICES,
@@ -320,6 +322,12 @@ def test_where_all_sequences_are_short_a_search_takes_more_time_between_rounds(m
     assert strategy.asked.done()
     assert not strategy.asked.cancelled()
     assert 1 < num_asked < 8
+
+
+def test_a_search_that_finds_no_memory_fails_alone(asked: _Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SpanRunner, "search", Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
+    found = asked.engine.stages.search(asked.tokens, asked.rows, Cosine(num_tokens=NUM_TOKENS))
+    assert isinstance(found.exception(0), OutOfMemoryError)
 
 
 def test_cosines_are_of_the_states_around_each_sublayer(asked: _Asked) -> None:
