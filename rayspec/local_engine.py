@@ -124,7 +124,7 @@ def _local_engine(
     if device.type == "cpu" and asked is None and not config.deterministic:
         runner.threads = measured = chosen_threads(runner, config.profile_cache, remeasure=config.remeasure)
     elif device.type == "cpu":
-        runner.threads = Threads.of_all_passes(asked or num_cores())
+        runner.threads = Threads(asked or num_cores(), asked or num_cores())
     latency = None
     if needs_latency(config):
         latency = load_or_measure(
@@ -149,7 +149,7 @@ def _whole_engine(config: EngineConfig, model: PreTrainedModel, reason: str, inf
     """Make the engine of a model that does not split, for this reason. Its drafts are copied or recycled, if any."""
     config = for_undivided(config, reason)
     asked = asked_threads(config.num_threads)
-    threads = Threads.of_all_passes(asked or num_cores())
+    threads = Threads(asked or num_cores(), asked or num_cores())
     span = WholeSpan(model, threads=threads if asked else YieldingThreads(threads))
     num_tokens = config.num_seqs * info.max_model_len
     if config.kv_cache_tokens is None:

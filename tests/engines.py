@@ -22,7 +22,7 @@ from rayspec.config import EngineConfig, SamplingParams
 from rayspec.decode import loading
 from rayspec.decode.engine import Engine
 from rayspec.decode.requests import ModelInfo
-from rayspec.decode.runner import Runner, Stopwatch
+from rayspec.decode.runner import Mark, Runner
 from rayspec.decode.scheduler import Scheduler
 from rayspec.decode.search import Knapsack
 from rayspec.decode.stages import LocalStages, Stages
@@ -316,7 +316,7 @@ class RowClock:
 
         stages.span.run, stages.head.logits = counted, waited  # type: ignore[method-assign]
         if self._behind:
-            stages.head.stopwatch = Stopwatch(self, lambda: QueuedEvent(self, max(self.now_s, self._done_s)))
+            stages.head.stopwatch.mark = lambda: Mark(self(), QueuedEvent(self, max(self.now_s, self._done_s)))  # type: ignore[method-assign]
         return stages
 
 
@@ -378,7 +378,7 @@ def require_idle(engine: Engine) -> None:
     assert not scheduler.running
     assert not engine._under_way
     head = getattr(engine.stages, "head", None)
-    assert head is None or not head._samplers
+    assert head is None or not head.samplers
     stats = engine.stats
     assert stats.num_accepted_tokens <= stats.num_draft_tokens
     assert sum(length * count for length, count in stats.accepted_lengths.items()) == stats.num_accepted_tokens

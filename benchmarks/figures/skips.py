@@ -100,7 +100,9 @@ def free_knapspec(llm: rayspec.LLM, interval: int) -> Auto:
 
 def every(interval: int) -> Trigger:
     """Return a trigger that wants a search after each `interval` tokens of a sequence, even without a change."""
-    return Trigger(cooldown_tokens=interval, patience_tokens=interval, max_patience_tokens=interval)
+    trigger = Trigger()
+    trigger.cooldown_tokens = trigger.patience_tokens = trigger.max_patience_tokens = interval
+    return trigger
 
 
 def attention_outweighs_from(latency: LatencyModel) -> float | None:

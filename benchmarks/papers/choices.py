@@ -103,4 +103,5 @@ def _pattern(name: str, num_layers: int) -> Choices:
 
 def _gain(latency: LatencyModel, choices: Choices, acceptance: float, context: int, batch: int) -> float:
     rates = DraftRates(latency=latency, context=context, batch=batch, max_draft_tokens=MAX_DRAFT_TOKENS)
-    return rates.best_choice([choices], [acceptance]).predicted_gain
+    best = rates.best_choice([choices], [acceptance])
+    return best.tpt / best.plain_tpt

@@ -74,7 +74,7 @@ def relative_gain(cost: float, acceptance: float, *, max_draft_tokens: int, stop
         max_draft_tokens=max_draft_tokens,
         stop_rule=stop_rule,
     )
-    return decision.predicted_gain
+    return decision.tpt / decision.plain_tpt
 
 
 def oracle_gain(cost: float, acceptance: float) -> float:

@@ -163,13 +163,14 @@ def _prediction(row: Published, latency: LatencyModel, choices: Choices, context
     if row.acceptance is None:
         return Prediction(cost=cost, needed_acceptance=needed)
     choice = best_length(latency, choices, row.acceptance, context=context, max_draft_tokens=longest)
+    gain = choice.tpt / choice.plain_tpt
     return Prediction(
         cost=cost,
         needed_acceptance=needed,
-        gain=choice.predicted_gain,
+        gain=gain,
         num_draft_tokens=choice.num_draft_tokens,
         oracle=oracle_gain(cost, row.acceptance),
-        residual=row.speedup / choice.predicted_gain - 1,
+        residual=row.speedup / gain - 1,
         drafted_per_round=_drafted_per_round(row.speedup, row.acceptance, cost),
     )
 

@@ -55,8 +55,7 @@ _MASKS_S = 0.05  # that an engine without other work waits for a mask, before it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """config: the options in force, defaults resolved. max_model_len, defaults: see `ModelInfo`. latency: None if not
-    needed."""
+    """config: the options in force. max_model_len, defaults: see `ModelInfo`. latency: None if not needed."""
 
     config: EngineConfig
     max_model_len: int
@@ -66,8 +65,7 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class _WorkUnderWay:
-    """prefilled: the sequences of the work's chunks. planned: None for a prefill. took_s: until it was done, divided by
-    the number of works that were under way; None before."""
+    """prefilled: the sequences of the chunks. planned: None for a prefill. took_s: divided by the works under way."""
 
     cohort: int
     work: Work
@@ -129,8 +127,7 @@ class Engine:
         self._planner.proposer.forget_texts()
 
     def finished_texts(self, most: int) -> list[OwnedText]:
-        """Return finished texts that were not returned before, for other engines with this model. Any thread may call
-        this."""
+        """Return new finished texts, for other engines with this model. Any thread may call this."""
         finished = self._planner.proposer.finished
         return [finished.popleft() for _ in range(min(most, len(finished)))]
 
@@ -193,8 +190,7 @@ class Engine:
 
     def advance(self) -> list[NewOutput]:
         """Start the next work of every cohort that has none under way, wait until some work is done, and commit it.
-        Return the outputs of finished requests and the new output of streaming requests. If the model is lost for good,
-        every request finishes with StageLostError."""
+        Return the outputs of finished and streaming requests; all end with StageLostError if the model is lost."""
         started = self._clock()
         try:
             for cohort in range(self.stages.num_cohorts):
@@ -220,8 +216,7 @@ class Engine:
         self.stages.wake()
 
     def ping(self) -> None:
-        """Return when the stages have answered; at once while work is under way, which itself detects a lost stage.
-        Raises StageLostError if a stage is lost for good."""
+        """Return when the stages have answered; at once while work is under way, which detects a lost stage itself."""
         try:
             if not self._under_way:
                 self.stages.check()
@@ -236,7 +231,6 @@ class Engine:
             self.stages.shutdown()
 
     def _start(self, cohort: int) -> None:
-        """Schedule the next step of the cohort, choose the drafts of its round, and run its work."""
         busy = {one.cohort for one in self._under_way}
         # After a few rounds with chunks, one without: strategies learn only from the time of such a round.
         most = self.config.num_batched_tokens if self._num_mixed[cohort] < _MOST_MIXED else 0
@@ -281,7 +275,6 @@ class Engine:
         return any(one.cohort == cohort for one in self._under_way)
 
     def _commit(self, done: _WorkUnderWay) -> None:
-        """Commit the result of finished work to its sequences, and release those that are finished."""
         self._under_way.remove(done)
         has_round, took_s = done.planned is not None, done.took_s or 0.0
         if not has_round:
@@ -308,8 +301,7 @@ class Engine:
                     self._release(sequence)
 
     def _give_up(self, done: _WorkUnderWay, error: OutOfMemoryError) -> None:
-        """After work that ran out of memory, fail the sequences of its chunks, or else the youngest of the round. The
-        engine goes on."""
+        """After work that ran out of memory, fail the sequences of its chunks, or else the youngest of the round."""
         members = done.planned.sequences if done.planned is not None else ()
         for sequence in done.prefilled or members[-1:]:
             self._fail(sequence, error)
@@ -337,34 +329,29 @@ class Engine:
         stats.prefill_s += result.queued_s + result.prefill_s
         moves: list[Move] = []  # of keys and values of accepted branches to the slots of their positions
         for entry, path in zip(planned.work.entries, result.paths, strict=False):
-            for runs in (entry.runs, entry.windowed) if path else ():
-                if runs:
-                    slots = slots_between(runs, entry.length - 1, entry.length + max(path))
-                    moves += moves_to_path(slots, path, in_windowed_store=runs is entry.windowed)
+            for runs in filter(None, (entry.runs, entry.windowed)) if path else ():
+                slots = slots_between(runs, entry.length - 1, entry.length + max(path))  # of all rows
+                pairs = zip([slots[row] for row in path], slots[1:], strict=False)
+                moves += [Move(source, to, runs is entry.windowed) for source, to in pairs if source != to]
         # Pages of finished sequences may be free already, but nothing is scheduled before the moves are done.
         if moves:
             self.stages.move(moves)
         self._planner.learn(planned, result, num_tokens)
 
     def _commit_tokens(self, sequence: SequenceState, committed: Committed) -> int:
-        """Append the target's tokens to the sequence. Return how many were taken."""
+        """Return how many of the tokens the sequence has taken."""
         if sequence.finish_reason == "abort":  # while it was under way
             return 0
-        if committed.problem:
-            self._fail(sequence, GrammarError(committed.problem))
-            return 0
-        if not committed.finite:
-            self._fail(
-                sequence,
-                NonFiniteLogitsError(
+        try:
+            if committed.problem:
+                raise GrammarError(committed.problem)
+            if not committed.finite:
+                raise NonFiniteLogitsError(
                     f"the model gave NaN or infinite logits after {sequence.num_tokens} tokens: "
                     "the weights are damaged or overflow in this dtype; try bfloat16 or float32"
-                ),
-            )
-            return 0
-        try:
+                )
             num_tokens = sequence.commit(committed.token_ids, committed.logprobs)
-        except RequestError as error:  # of the tokenizer, where a stop string is looked for
+        except RequestError as error:  # also of the tokenizer, where a stop string is looked for
             self._fail(sequence, error)
             return 0
         if sequence.constraint is not None and not sequence.finished:
@@ -393,8 +380,7 @@ class Engine:
         )
 
     def _begin_again(self, sequence: SequenceState) -> None:
-        """Open a sequence that begins again at position 0, by a new id, because messages to stages may overtake one
-        another."""
+        """Open a sequence that begins again at position 0, by a new id: messages to stages may overtake each other."""
         self._planner.forget(sequence)
         self.stages.close(sequence.sequence_id)
         sequence.sequence_id += "+"
@@ -432,13 +418,5 @@ class Engine:
         self.stats.num_replays += 1
 
     def _give_up_work(self) -> list[SequenceState]:
-        """Forget all work under way and return all sequences."""
         self._under_way.clear()
         return [*self._scheduler.running, *self._scheduler.waiting]
-
-
-def moves_to_path(slots: Sequence[int], path: Sequence[int], *, in_windowed_store: bool = False) -> list[Move]:
-    """Return the moves that place the rows `path` directly after the newest token's row. slots: the slots of all rows;
-    row 0 is the newest token's."""
-    pairs = zip([slots[row] for row in path], slots[1:], strict=False)
-    return [Move(source, to, in_windowed_store) for source, to in pairs if source != to]

@@ -109,8 +109,7 @@ class GenerateState:
         return logits
 
     def try_rows(self, token_ids: Sequence[int]) -> Tensor:
-        """Run the next tokens in one pass and return the logits [N, V] after each. `keep` then says how many of these
-        rows stay; before the next pass, none do."""
+        """Run the next tokens in one pass and return the logits [N, V] after each. `keep` then keeps rows of these."""
         self.keep(0)
         if self._cuts in ("copy", "step"):
             every = (self.cache, *getattr(self.cache, "layers", ()))
@@ -186,7 +185,7 @@ class GenerateState:
         return output.logits[0, -num_logits:]  # type: ignore[no-any-return]
 
     def _grown(self, num_tokens: int, output: Any = ()) -> dict[str, Any]:
-        """Return the arguments for this many tokens more. output: of the pass before."""
+        """output: of the pass before."""
         arguments = dict(self._arguments)
         if num_tokens:
             arguments = self._model._update_model_kwargs_for_generation(output, arguments, num_new_tokens=num_tokens)
@@ -229,7 +228,6 @@ WHOLE = "attention and all else"
 
 @contextmanager
 def _as_unsupported(message: str = "{}") -> Iterator[None]:
-    """Raise errors of a model as UnsupportedModelError."""
     try:
         yield
     except MODEL_ERRORS as error:
@@ -313,8 +311,7 @@ def find_cuts(model: PreTrainedModel, lockstep: Lockstep) -> Cuts:
 
 
 def weakest(found: Sequence[Cuts | None]) -> Cuts | None:
-    """Return how the stages of a model take rows back, which run the same rows. found: how each can. A stage that can
-    crop can restore copies, too."""
+    """Return how all stages of a model can take rows back. found: how each can; one that crops can restore copies."""
     if None in found:
         return None
     return "crop" if all(cuts == "crop" for cuts in found) else "copy"
@@ -375,7 +372,6 @@ def cache_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _prefilled(model: PreTrainedModel, num_tokens: int, cuts: Cuts | None) -> GenerateState:
-    """Return the state of a sequence after so many random tokens."""
     prompt = _random_tokens(model, min(num_tokens, _LONGEST_CHECK_PROMPT), seed=1)
     state = GenerateState(model, prompt, cuts=cuts)
     state.run(prompt)
@@ -404,8 +400,7 @@ def _require_cuts(state: GenerateState, tokens: list[int], expected: Tensor, whe
 
 @torch.inference_mode()
 def check_lockstep(model: PreTrainedModel, lockstep: Lockstep, cuts: Cuts | None) -> None:
-    """Require that sequences in lockstep compute what each computes alone, in passes of one row and of several. Raises
-    UnsupportedModelError."""
+    """Require that sequences in lockstep compute what each computes alone. Raises UnsupportedModelError."""
     tokens = _random_tokens(model, len(_LOCKSTEP_PROMPTS), seed=2)
 
     def logits(run: Run) -> list[Tensor]:
@@ -443,8 +438,7 @@ def measured_sequences(model: PreTrainedModel, lockstep: Lockstep, cuts: Cuts | 
 
 
 def _fastest(counts: Sequence[int], num_repeats: int, run: Callable[[int], Tensor]) -> dict[int, float]:
-    """Return the seconds of the fastest run of each count, which runs once at least; all of them take about a second.
-    Whatever else the machine runs only makes a run slower."""
+    """Return the seconds of each count's fastest run, as disturbances only make runs slower; all take a second."""
     until, seconds = time.perf_counter() + _BUDGET_S, dict.fromkeys(counts, math.inf)
     for repeat, count in itertools.product(range(num_repeats), counts):
         if not repeat or time.perf_counter() < until:
@@ -460,8 +454,7 @@ def _one_by_one(calls: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
 
 @torch.inference_mode()
 def measured_passes(model: PreTrainedModel, cuts: Cuts | None, *, sequences_s: float) -> list[Measurement]:
-    """Time passes of one and of several rows. Without cuts, rows cannot be tried. sequences_s: from
-    `measured_sequences`."""
+    """Time passes of one and of several rows; these need cuts. sequences_s: from `measured_sequences`."""
     state, tokens = _prefilled(model, _NUM_CHECK_TOKENS, cuts), _random_tokens(model, max(_ROW_COUNTS), seed=3)
     seconds = _fastest(_ROW_COUNTS if cuts else (), _NUM_REPEATS, lambda rows: state.try_rows(tokens[:rows]))
     found = [Measurement(kind=WHOLE, rows=rows, context=0, batch=1, seconds=took) for rows, took in seconds.items()]
@@ -470,8 +463,7 @@ def measured_passes(model: PreTrainedModel, cuts: Cuts | None, *, sequences_s: f
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the root mean square of the difference of logits [N, V] in the row where it is largest, as a share of the
-    expected logits' own spread; NaN if there is any."""
+    """Return the largest root mean square of a row's difference, as a share of the expected logits' spread; or NaN."""
     expected, actual = expected.float(), actual.float()
     spread = expected.std(-1, correction=0).clamp(min=1e-30)  # 0 for a vocabulary of one token
     return float(((expected - actual).square().mean(-1).sqrt() / spread).max())

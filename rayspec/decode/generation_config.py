@@ -50,8 +50,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
-    """Return the tokens that end a text, from generation_config.json or else from config.json. Raises
-    CheckpointError."""
+    """Return the tokens that end a text, by generation_config.json or else config.json. Raises CheckpointError."""
     of_model = getattr(load_config(config).get_text_config(decoder=True), "eos_token_id", None)
     eos = _read(config).eos_token_id
     found = _several(of_model if eos is None else eos)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -62,16 +63,13 @@ _NUM_BEHIND = 128
 
 
 def model_info(config: EngineConfig, model: PretrainedConfig, *, with_tokenizer: bool, on_cpu: bool) -> ModelInfo:
-    """Return what an engine has to know of the model. on_cpu: whether the model is on a CPU, perhaps of another node.
-    Raises ConfigError and CheckpointError."""
+    """on_cpu: whether the model is on a CPU, perhaps of another node. Raises ConfigError and CheckpointError."""
     tokenizer, given = load_tokenizer(config) if with_tokenizer else None, array("i")
     if (name := config.speculation.corpus) is not None:
         if tokenizer is None:
             raise ConfigError(f"option 'corpus' is {name!r}, which needs a tokenizer: leave it out")
-        for part in tokenised(read_texts(name), tokenizer, vocab_size=vocab_size(model)):
-            given.extend(part[: config.speculation.corpus_tokens - len(given)])
-            if len(given) == config.speculation.corpus_tokens:
-                break
+        parts = tokenised(read_texts(name), tokenizer, vocab_size=vocab_size(model))
+        given.extend(itertools.islice(itertools.chain.from_iterable(parts), config.speculation.corpus_tokens))
     return ModelInfo(
         vocab_size=vocab_size(model),
         eos_token_ids=eos_token_ids(config),
@@ -100,8 +98,7 @@ def prepare_span(
 ) -> tuple[Decomposition, OffloadedWeights | None, int]:
     """Offload and fuse the sublayers of a loaded model or stage, and make the copies of weights that drafts want.
     Return them with what is offloaded and the bytes of the weights here, without the copies. split: keeps the share of
-    this rank of a stage. Raises ConfigError for an offloaded sublayer that does not exist, and CheckpointError for too
-    little memory."""
+    this rank of a stage. Raises ConfigError for an unknown sublayer to offload; CheckpointError without the memory."""
     offloaded, options = None, config.offload
     if options is not None:
         num_sublayers = 2 * num_layers(parts.config)
@@ -263,13 +260,11 @@ def _verdict_file(config: EngineConfig, parts: Decomposition) -> Path:
 
 
 def _max_places(config: EngineConfig, max_model_len: int) -> int:
-    """Return the most places of a sequence in a pass."""
     return max_model_len + config.speculation.max_draft_tokens + config.speculation.num_branch_tokens
 
 
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
-    """Return the quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU,
-    copies need the operators `rayspec::*`."""
+    """Return the copies that drafts want and `extra_weight_bytes` allows, the smallest first. GPUs need the kernels."""
     by_weights = {
         weights: draft_head_bytes(parts, weights) + sum(copy_bytes(one, weights) for one in parts.sublayers)
         for weights in config.speculation.draft_weights
@@ -298,8 +293,7 @@ def choices_here(config: EngineConfig, parts: Decomposition) -> tuple[Choice, ..
 
 
 def cache_size(config: EngineConfig, num_slots: int, window: int | None) -> CacheSize:
-    """window: the longest sliding window of the model's layers, which have a store of their own if that takes less
-    memory."""
+    """window: the longest of the model's layers, which have a store of their own if that takes less memory."""
     num_windowed_slots = _num_windowed_slots(config, window) if window else num_slots
     return CacheSize(num_slots, num_windowed_slots if num_windowed_slots < num_slots else 0)
 
@@ -335,8 +329,7 @@ def make_engine(
     latency: LatencyModel | None = None,
     **resolved: str,
 ) -> Engine:
-    """Make the engine of loaded stages. window: see `cache_size`. resolved: options that were left to choose, as they
-    are."""
+    """Make the engine of loaded stages. window: see `cache_size`. resolved: values of options that were "auto"."""
     windowed = None
     if window and size.num_windowed_slots:
         windowed = WindowedPages(size.num_windowed_slots, window, _NUM_BEHIND)
@@ -362,8 +355,7 @@ def make_engine(
 
 
 def make_buffers(config: EngineConfig, parts: Decomposition, cache: KVCache, max_model_len: int) -> StepBuffers | None:
-    """Make buffers for passes with static shapes. Return None if the device lacks the operators for them, or if the
-    deterministic mode cannot use them."""
+    """Make buffers for passes with static shapes; None where `_has_buffers` says so."""
     if not _has_buffers(config, parts):
         return None
     return StepBuffers(
@@ -389,8 +381,7 @@ def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
-    """Make the CUDA graphs for passes in these buffers, or None, as `config.cuda_graphs` says. Raises ConfigError if
-    the requested graphs are impossible here."""
+    """Make the CUDA graphs that `config.cuda_graphs` asks for. Raises ConfigError if they are impossible here."""
     way = config.cuda_graphs
     is_split = config.parallel is not None and config.parallel.tensor > 1  # sums in graphs have not run on GPUs yet
     if way == "off" or (way == "auto" and (buffers is None or is_split)):
@@ -416,8 +407,7 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 
 
 def bytes_of_passes(config: EngineConfig, parts: Decomposition) -> int:
-    """Return the memory that the largest passes take on a GPU, which run once for it; 0 on a CPU. 0 without a run if
-    `kv_cache_tokens` says what the cache takes."""
+    """Run the largest passes on a GPU, and return their memory; 0 on a CPU, or if `kv_cache_tokens` is given."""
     if config.kv_cache_tokens is not None:
         return 0
     max_model_len = resolve_max_model_len(config, parts.config)
@@ -459,8 +449,7 @@ def affordable_slots(
 
 
 def affordable_tokens(config: EngineConfig, model: PreTrainedModel, *, num_sharing: int = 1) -> int:
-    """Return how many tokens fit into that part of the memory if each sequence of an undivided model has a cache of its
-    own. Raises CheckpointError for fewer than 16."""
+    """Do so for an undivided model, in which each sequence has a cache of its own."""
     of_token, of_sequence = cache_bytes(model)
     budget = _cache_budget(config, model.device, num_sharing, 0)
     left = budget - config.num_seqs * of_sequence

@@ -1,8 +1,7 @@
-"""Several passes of one undivided model in lockstep: each has its own cache, mask and positions, and matrices run once
-for the rows of all passes.
+"""Several passes of one undivided model in lockstep: matrices run once for the rows of all passes.
 
-A pass runs the model's own forward in a thread of its own until it calls a module that computes each row alone. There
-it waits for the others, and the module runs once for all of them. Between modules one pass runs at a time, in a fixed
+A pass has its own cache, mask and positions, and runs the model's own forward in a thread of its own until it calls a
+module that computes each row alone. There it waits for the others. Between modules one pass runs at a time, in a fixed
 order: passes may share a cache, and modules may have buffers. A trial at load finds the modules.
 """
 
@@ -103,8 +102,7 @@ class Lockstep:
             module.forward = partial(_met, shared, module.forward)
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the calls' results. If a call or a module fails, all are given up, and the first error is raised. A
-        call may itself run others in lockstep."""
+        """Return the calls' results. The first error ends all calls. A call may itself run others in lockstep."""
         outer, num_threads = _here.get(), torch.get_num_threads()
         passes = [_Pass() for _ in calls]
         for each, call in zip(passes, calls, strict=True):
@@ -194,8 +192,7 @@ def _as_shared(module: nn.Module, given: Tensor, results: Any, num_rows: int) ->
 
 @contextmanager
 def few_rows(count: int) -> Iterator[None]:
-    """Run the recurrent state over the rows of a pass of this thread as `step_rows` or `shorten_chunks` says, if it has
-    this number of rows; 0: as the model does."""
+    """Run recurrent state over passes of so many rows as `step_rows` or `shorten_chunks` says; 0: as the model does."""
     before = _few_rows.set(count)
     try:
         yield
@@ -234,8 +231,7 @@ def recurrent_modules(model: PreTrainedModel, trial: Callable[[], object]) -> li
 @contextmanager
 def shorten_chunks(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let these modules compute a pass of few rows as one chunk of so many rows: the usual chunk, of 64 rows or more,
-    would be filled with zeros. They read its size from `chunk_size`, or hand the argument on. If the block of `with`
-    fails, they are as before."""
+    would be filled with zeros. They read its size from `chunk_size`, or hand the argument on. An error undoes this."""
     before = [(each, type(each), each.forward) for each in modules]
     for each in modules:
         if (usual := getattr(each, "chunk_size", None)) is None:

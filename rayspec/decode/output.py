@@ -145,8 +145,7 @@ class NewOutput:
         return sum(map(len, rows)) > _MANY_ROWS
 
     def decoded(self) -> RequestOutput:
-        """Return the output with its texts. May be called once, on any thread; for a stream, in order. Raises
-        RequestError for any error of the tokenizer."""
+        """Return the output with its texts; call this once, for a stream in order. Raises RequestError."""
         output, texts = self.output, self.texts
         with naming_tokenizer(_REFUSES):
             for completion, detokenizer in zip(output.outputs, self.detokenizers, strict=True):
@@ -239,12 +238,9 @@ def _bytes_of_piece(piece: str) -> list[int] | None:
 
 
 class PieceQueue:
-    """Queue for the pieces of one request. Any thread may put pieces; one coroutine of the event loop that created the
-    queue reads them.
-
+    """The pieces of one request. Any thread may put them; a coroutine of the loop that created the queue reads them.
     interval_s: minimum seconds between two readings; pieces that arrive meanwhile are joined. The first piece and the
-    end of the output do not wait.
-    """
+    end of the output do not wait."""
 
     def __init__(self, interval_s: float) -> None:
         self._loop = asyncio.get_running_loop()

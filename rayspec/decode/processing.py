@@ -84,12 +84,9 @@ _MAX_UNCOUNTED = 16  # tokens; with more, `TokenSampler.commit` adds them to the
 
 
 class TokenSampler:
-    """The parameters and the seed of a sequence, and the data of its prompt and output that they need, in the LM head's
-    process; its tensors are on `device`.
-
-    Tokens of the checkpoint's rules that lie outside the vocabulary can never be generated and are ignored. Raises
-    InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary.
-    """
+    """The parameters and the seed of a sequence, and what they need of its text, in the LM head's process. Tokens of
+    the checkpoint's rules that lie outside the vocabulary can never be generated and are ignored. Raises
+    InvalidTokenError when `logit_bias` or, where a penalty has to count it, a token lies outside the vocabulary."""
 
     def __init__(
         self, spec: SamplerSpec, *, vocab_size: int, device: torch.device | str, operators: Operators = reference
@@ -196,8 +193,7 @@ class TokenSampler:
 
     @cached_property
     def reads_history(self) -> bool:
-        """Whether the values of the tokens before a row matter. If not, draft tokens may stay on the device, with
-        placeholders in their place."""
+        """Whether the values of the tokens before a row matter. If not, draft tokens may stay on the device."""
         has_sequences = bool(self.biased or self.bad_words or self.ngrams)
         return self.params.has_penalties or has_sequences or self.constraint is not None
 
@@ -239,7 +235,6 @@ class TokenSampler:
         return [part for part in parts if len(part)]
 
     def forbidden_after(self, before: Sequence[int]) -> list[int]:
-        """Return the tokens that are forbidden because of the tokens before them."""
         repeated = self.ngrams.after(self.token_ids, before)
         bad = {token for token, _ in self.bad_words.after(self.token_ids, before)}
         return [token for token in repeated | bad if 0 <= token < self.vocab_size]
@@ -325,7 +320,6 @@ def _leave_allowed(scores: Tensor, rows: LogitRows) -> Tensor:
 
 
 def _keep_form(scores: Tensor, rows: LogitRows) -> Tensor:
-    """Forbid tokens that would break the form of the output."""
     by_constraint: dict[int, tuple[Constraint, list[int]]] = {}
     for at, sampler in enumerate(rows.samplers):
         if (constraint := sampler.constraint) is not None:

@@ -99,8 +99,7 @@ class LoadLock:
         return self._locked(fcntl.LOCK_SH, timeout_s)
 
     def take(self, timeout_s: float = 60.0) -> bool:
-        """Give up a shared lock, wait until nobody else loads or measures, and keep all others waiting. Return False
-        after the timeout."""
+        """Wait until nobody else loads or measures, and keep all others waiting. Return False after the timeout."""
         return self._locked(fcntl.LOCK_EX, timeout_s)
 
     def _locked(self, kind: int, timeout_s: float) -> bool:
@@ -166,7 +165,7 @@ def chosen_threads(runner: Runner, folder: str | None, *, remeasure: bool = Fals
     them if none are saved, or with `remeasure`. Passes of many rows use all cores."""
     cores = num_cores()
     if cores == 1:
-        return Threads.of_all_passes(1)
+        return Threads(1, 1)
     key = model_key(runner) | {"cores": cores}
     path = cache_file(folder, "threads", key)
     few = None
@@ -301,8 +300,7 @@ def measurements(
 
 
 def _times(works: Sequence[_Work], device: torch.device, until: float) -> dict[int, list[float]]:
-    """Return the seconds of each work item by its place, from its second run on. Items of the coarse grid run first,
-    and twice at least; no other run begins after `until`."""
+    """Return the seconds of each work's runs but the first. The coarse grid runs at least twice, others to `until`."""
     coarse = [at for at, (one, _, _) in enumerate(works) if _is_coarse(one)]
     others = [at for at in range(len(works)) if at not in set(coarse)]
     times: dict[int, list[float]] = defaultdict(list)
@@ -346,9 +344,8 @@ def _fill(cache: KVCache) -> None:
 
 
 def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_Work]:
-    """Yield each measurement and what to run for it. `seconds` holds how many sublayers one run of it times. A pass
-    with static shapes is in the buffers before it is timed, because it is written there once for all sublayers. This is
-    part of the fixed cost of a forward."""
+    """Yield each measurement and what to run for it. `seconds` holds how many sublayers one run of it times. Passes
+    with static shapes are written to the buffers before, which is part of the fixed cost of a forward."""
     cells = _grid(runner.cache.num_slots)
     short = cells[0][1]
     if runner.row_counts is not None:  # one row more takes another pass
@@ -386,8 +383,7 @@ def _works(runner: Runner, device: str, sample: Mapping[str, int]) -> Iterator[_
 
 
 def _fixed_cost(runner: Runner, found: Sequence[Measurement], device: str) -> Measurement:
-    """Measure whole passes of one row, and subtract their sublayers and head, as they were found. As in decoding, the
-    host prepares each pass while the device runs the one before."""
+    """Measure whole passes of one row, without a wait between, and subtract their sublayers and head."""
     context, number = _contexts(runner.cache.num_slots, num_beside=1)[0], Counter([*runner.parts.curve_names, HEAD])
 
     def run() -> None:

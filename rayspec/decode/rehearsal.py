@@ -37,8 +37,7 @@ PeakBytes = Callable[[torch.device, Callable[[], object]], int]
 
 
 def peak_bytes(device: torch.device, work: Callable[[], object]) -> int:
-    """Run the work, and return by how much it raises this process's memory on the GPU at its peak. On a CPU, return 0
-    and run nothing."""
+    """Run the work, and return by how much it raises this process's memory on a GPU. On a CPU, do nothing: 0."""
     if device.type != "cuda":
         return 0
     empty_caches()
@@ -66,11 +65,8 @@ def rehearse(
     peak: PeakBytes = peak_bytes,
 ) -> int:
     """Run a chunk of a prompt, then a verify of all sequences with its logits and sampling. Return the bytes that they
-    and the static buffers take at their peak, without weights and KV cache.
-
-    make_runner: makes the runner of a small cache. Passes that do not fit are halved, as the engine does later. Raises
-    CheckpointError if no pass fits.
-    """
+    and the static buffers take at their peak, without weights and KV cache. Passes that do not fit are halved, as the
+    engine does later. make_runner: for a small cache. Raises CheckpointError if no pass fits."""
     device, longest = parts.device, min(num_prompt_rows, max_model_len)
     lengths = [longest] * (num_prompt_rows // longest) + [num_prompt_rows % longest] * (num_prompt_rows % longest > 0)
     num_slots = whole_pages(max(longest, rows_each))
@@ -133,10 +129,8 @@ def _run_passes(
 @torch.inference_mode()
 def self_test(runner: Runner) -> None:
     """Give up the static buffers if their passes differ from plain PyTorch's by more than rounding, or the graphs if
-    replays have other bits than launches; with one warning. The KV cache must hold no sequences.
-
-    With experts, rounding may choose others for a row; then most rows have to agree, else all.
-    """
+    replays have other bits than launches; with one warning. The KV cache must hold no sequences. With experts, rounding
+    may choose others for a row; then most rows have to agree, else all."""
     cache, parts = runner.cache, runner.parts
     num_slots = min(cache.num_slots, cache.num_windowed_slots or cache.num_slots)
     if runner.buffers is None or num_slots < 2 * _NUM_PLACES:

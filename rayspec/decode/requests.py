@@ -168,8 +168,7 @@ class SequenceState:
         return not self.taken_end and (self.finished or self.num_taken < self.num_tokens - self.num_prompt_tokens)
 
     def take_new_output(self) -> CompletionOutput | None:
-        """Return the output since the last call, or None. `text` is empty, unless the sequence has stop strings and the
-        engine a tokenizer."""
+        """Return the output since the last call, or None. Only a sequence with stop strings has `text`."""
         if not self.has_new_output:
             return None
         first, self.num_taken, self.taken_end = self.num_taken, self.num_tokens - self.num_prompt_tokens, self.finished
@@ -311,9 +310,8 @@ class Requests(dict[str, LiveRequest]):
         self._sequence_ids = itertools.count(1)
 
     def admit(self, request: Request) -> LiveRequest:
-        """Return the request with its sequences, for the caller to add. Raises RequestError if the id is in use, if the
-        prompt is invalid, empty, too long or has foreign tokens, if the form of the output cannot be compiled, which is
-        waited for, or if the KV cache is too small."""
+        """Return the request with its sequences, for the caller to add. Waits for the form of the output. Raises
+        RequestError if the id is in use, if the KV cache is too small, for the form, and as `admitted_tokens` does."""
         if request.request_id in self:
             raise RequestError(f"request id {request.request_id!r} is in use: give each request its own")
         token_ids = admitted_tokens(request, self._model)

@@ -16,7 +16,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -76,10 +76,8 @@ Likeliest: TypeAlias = tuple[Sequence[int], Sequence[float]]
 
 
 class Successors:
-    """The likeliest successors of each token and of each pair of tokens, at their last verify, 6 MB in all.
-
-    A hash table in which the newer of two keys with one slot stays. It begins with the bigrams of prompts.
-    """
+    """The likeliest successors of each token and of each pair of tokens, at their last verify, 6 MB in all. A hash
+    table in which the newer of two keys with one slot stays. It begins with the bigrams of prompts."""
 
     def __init__(self) -> None:
         self._keys = np.full(_NUM_SLOTS, _NONE, np.int64)
@@ -87,8 +85,7 @@ class Successors:
         self._classes = np.zeros((_NUM_SLOTS, NUM_SUCCESSORS), np.uint8)
 
     def note(self, pairs: Sequence[tuple[int, int]], likeliest: Sequence[Likeliest]) -> None:
-        """Note what the target found likeliest after the second token of each pair. Of a shorter one, what is beyond
-        the pairs or the likeliest counts for nothing."""
+        """Note what the target found likeliest after the second token of each pair, up to the end of the shorter."""
         num_rows = min(len(pairs), len(likeliest))
         if not num_rows:
             return
@@ -129,7 +126,6 @@ _PRIME = 131_071  # the largest below the number of slots: the remainder is the 
 
 
 def _keys(before: Any, token: Any) -> Any:
-    """Return the keys of pairs, of integers or arrays of them."""
     return (before + 1) << 32 | token
 
 
@@ -308,10 +304,8 @@ def _grown(
     takes_trees: bool,
 ) -> Proposal:
     """Grow a tree from its root, the newest token, by the token that is likeliest to be reached and right; or a chain.
-
-    A token stands for (probability that it is reached and right, its class, the row that it follows, the token of
-    that row, its place in the copy). Recycled tokens count for the case that the copy is wrong.
-    """
+    A token stands for (probability that it is reached and right, its class, the row that it follows, the token of that
+    row, its place in the copy). Recycled tokens count for the case that the copy is wrong."""
     ties = itertools.count()
     heap: list[tuple[float, int, int, int, int, int, int | None]] = []
     token_ids: list[int] = []
@@ -361,8 +355,7 @@ def _pruned(tree: Proposal, constraint: Constraint) -> Proposal:
 
 
 def sources_of(draft: Draft, proposal: Proposal, rows: Sequence[int]) -> list[str]:
-    """Return where each of the accepted tokens in these rows comes from, see `EngineStats`. proposal: of the round.
-    Row i is the draft's token i - 1."""
+    """Return the source (see `EngineStats`) of the accepted token in each of these rows; row i is token i - 1."""
     classes = proposal.match_classes if draft.looked_up else draft.match_classes
     first = draft.num_drafted + 1
     return [source_of(classes[row - first]) if 0 <= row - first < len(classes) else "model" for row in rows]
@@ -383,31 +376,24 @@ class PlannedRound:
 _PLAIN = RoundPlan(plan=no_draft(0, "the requests want no drafts"))
 
 
+@dataclass(kw_only=True, eq=False)
 class RoundPlanner:
     """Connects the strategy to the engine. Keeps the last tapped tokens and the plan searches under way over them."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        *,
-        options: SpeculationOptions,
-        num_tap_tokens: int,
-        stages: Stages,
-        scheduler: Scheduler,
-        stats: EngineStats,
-        clock: Callable[[], float],
-        given_texts: Sequence[int] = (),
-    ) -> None:
-        self.strategy = strategy
+    strategy: Strategy = field(kw_only=False)
+    options: SpeculationOptions
+    num_tap_tokens: int
+    stages: Stages
+    scheduler: Scheduler
+    stats: EngineStats
+    clock: Callable[[], float]
+    given_texts: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
         # The last tapped tokens. None stands for a token whose sequence has left its place in the KV cache, until new
         # tokens push it out, as they do with its states in the stages: so the states of all others are still there.
-        self._taps: deque[TappedToken | None] = deque(maxlen=num_tap_tokens)
-        self.proposer = Proposer(options, takes_trees=stages.takes_trees, given_texts=given_texts)
-        self._options = options
-        self._stages = stages
-        self._scheduler = scheduler
-        self._stats = stats
-        self._clock = clock
+        self._taps: deque[TappedToken | None] = deque(maxlen=self.num_tap_tokens)
+        self.proposer = Proposer(self.options, takes_trees=self.stages.takes_trees, given_texts=self.given_texts)
         self._answer_length = AnswerLength()
         self._searching: dict[Future[Answer], Sequence[TappedToken]] = {}  # over these tokens; the oldest first
         self._num_cancelled = 0  # searches in a row
@@ -416,7 +402,7 @@ class RoundPlanner:
     def replace_strategy(self, strategy: Strategy) -> Strategy:
         """Set the strategy, and return the previous one. The time of earlier strategies pays no search of this one."""
         previous, self.strategy = self.strategy, strategy
-        self._earlier_s, self._earlier_searched_s = self._stats.total_s, self._stats.optimise_s
+        self._earlier_s, self._earlier_searched_s = self.stats.total_s, self.stats.optimise_s
         return previous
 
     @property
@@ -425,19 +411,19 @@ class RoundPlanner:
 
     def plan(self, work_id: int, sequences: Sequence[SequenceState], chunks: Sequence[Chunk] = ()) -> PlannedRound:
         """Return the round of these sequences, those with drafts first. The strategy plans it if there are any."""
-        started, longest, batch = self._clock(), self._options.max_draft_tokens, len(sequences)
+        started, longest, batch = self.clock(), self.options.max_draft_tokens, len(sequences)
         sequences = sorted(sequences, key=lambda one: not one.params.use_drafts)
         drafting = [one for one in sequences if one.params.use_drafts]
         outstanding = sum(
             self._answer_length.expected(sequence.num_remaining)
-            for sequence in (*self._scheduler.running, *self._scheduler.waiting)
+            for sequence in (*self.scheduler.running, *self.scheduler.waiting)
             if sequence.params.use_drafts
         )
         state = BatchState(
             context=sum(sequence.num_tokens for sequence in sequences) // batch,
             batch=batch,
-            elapsed_s=self._stats.total_s - self._earlier_s,
-            searched_s=self._stats.optimise_s - self._earlier_searched_s,
+            elapsed_s=self.stats.total_s - self._earlier_s,
+            searched_s=self.stats.optimise_s - self._earlier_searched_s,
             num_outstanding_tokens=outstanding,
             sequence_ids=[sequence.sequence_id for sequence in drafting],
             proposals=cache(lambda: [self.proposer.propose(one, longest, batch=batch) for one in sequences]),
@@ -448,7 +434,7 @@ class RoundPlanner:
         plan = chosen.plan
         proposals = state.proposals()  # in any case, because they are compared with what comes
         lengths = plan.lookup_lengths or [plan.num_lookup_tokens] * batch
-        if self._options.strategy == "static":  # its proposals are what the forms of the outputs force
+        if self.options.strategy == "static":  # its proposals are what the forms of the outputs force
             lengths = [len(proposal.token_ids) for proposal in proposals]
         entries = [self._entry(*each, plan) for each in zip(sequences, proposals, lengths, strict=True)]
         num_taps = min(self._taps.maxlen or 0, len(drafting)) if chosen.capture else 0
@@ -458,7 +444,7 @@ class RoundPlanner:
             id=work_id,
             entries=entries,
             plan=plan,
-            fixes_drafts=self._options.verification != "coupled",  # then tokens depend on the draft's probabilities
+            fixes_drafts=self.options.verification != "coupled",  # then tokens depend on the draft's probabilities
             keep_drafting=chosen.keep_drafting,
             num_taps=num_taps,
             chunks=chunks,
@@ -468,20 +454,19 @@ class RoundPlanner:
         return PlannedRound(work, sequences, state, chosen, started)
 
     def _num_steps(self, sequences: Sequence[SequenceState]) -> int:
-        """Return how many tokens all sequences may have and have places for, at most the stages' number."""
         lefts = (min(each.num_remaining, each.table.capacity - each.num_tokens + 1) for each in sequences)
-        return min(self._stages.num_steps, *lefts)
+        return min(self.stages.num_steps, *lefts)
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, give the strategy its result, and let the strategy search. The strategy
         learns nothing from a round with chunks, because the round's own time is then unknown, or with sequences that
         want no drafts, because the strategy has not chosen for them."""
-        step_s = (self._clock() - planned.started - result.queued_s - result.owed_s) / result.num_steps
+        step_s = (self.clock() - planned.started - result.queued_s - result.owed_s) / result.num_steps
         taps = zip(planned.sequences, planned.work.taps, strict=False)
         self._taps.extend(None if sequence.finished else token for sequence, token in taps)
         num_ends = sum(sequence.finish_reason == "stop" for sequence in planned.sequences)
         self._answer_length.observe(num_tokens=num_tokens, num_ends=num_ends)
-        proposals, by_source = planned.state.proposals(), self._stats.accepted_by_source
+        proposals, by_source = planned.state.proposals(), self.stats.accepted_by_source
         for at, (sequence, entry) in enumerate(zip(planned.sequences, planned.work.entries, strict=True)):
             committed, draft = result.committed[at], result.drafts[at]
             rows = (result.paths[at] if result.paths else ()) or range(1, result.num_accepted[at] + 1)
@@ -499,22 +484,21 @@ class RoundPlanner:
             num_a_step = -(-num_tokens // result.num_steps)
             self.strategy.observe(planned.state, planned.chosen, result, num_a_step, step_s)
             if (plain_rate := planned.chosen.plain_rate) is not None:
-                self._stats.compared_s += step_s * result.num_steps
-                self._stats.plain_s += num_tokens / plain_rate
+                self.stats.compared_s += step_s * result.num_steps
+                self.stats.plain_s += num_tokens / plain_rate
                 num_plain = sum(not draft.token_ids for draft in result.drafts)
-                self._stats.num_compared_rounds += num_plain * result.num_steps
-        started, is_searching = self._clock(), bool(self._searching)
+                self.stats.num_compared_rounds += num_plain * result.num_steps
+        started, is_searching = self.clock(), bool(self._searching)
         self._continue_searches(step_s)
         record = None if planned.chosen is _PLAIN else self.strategy.search(planned.state, self._search)
         if record is not None:
-            self._stats.plans = [*self._stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
+            self.stats.plans = [*self.stats.plans[-_MAX_PLAN_RECORDS + 1 :], record]
         if is_searching or self._searching or record is not None:
-            self._stats.optimise_s += self._clock() - started
-        self._stats.gate_reason = self.strategy.status
+            self.stats.optimise_s += self.clock() - started
+        self.stats.gate_reason = self.strategy.status
 
     def forget(self, sequence: SequenceState | None = None) -> None:
-        """Drop the taps of the sequence, or of all, and cancel the searches over them, because the sequence leaves its
-        place in the KV cache."""
+        """Drop the taps of the sequence, which leaves its place in the cache, or of all, and cancel their searches."""
         for at, token in enumerate(self._taps):
             if token is not None and (sequence is None or token.sequence_id == sequence.sequence_id):
                 self._taps[at] = None
@@ -523,25 +507,23 @@ class RoundPlanner:
                 search.cancel()
 
     def _continue_searches(self, step_s: float) -> None:
-        """Let this process work on the oldest search for the time of a few steps, so that no sequence waits long.
-        Cancel searches over tokens whose keys the cache does not have any more."""
-        sequences = {sequence.sequence_id: sequence for sequence in self._scheduler.running}
+        """Work on the oldest search for the time of a few steps. Cancel searches over tokens without keys."""
+        sequences = {sequence.sequence_id: sequence for sequence in self.scheduler.running}
         for search, tokens in list(self._searching.items()):
             if not all(self._is_held(token, sequences) for token in tokens):
                 search.cancel()
             if search.done():
                 del self._searching[search]
         if self._searching:
-            self._stages.continue_search(SEARCH_STEPS * 2 ** min(self._num_cancelled, _MAX_DOUBLINGS) * step_s)
+            self.stages.continue_search(SEARCH_STEPS * 2 ** min(self._num_cancelled, _MAX_DOUBLINGS) * step_s)
 
     def _is_held(self, token: TappedToken, sequences: Mapping[str, SequenceState]) -> bool:
         sequence = sequences.get(token.sequence_id)
-        return sequence is not None and self._scheduler.kv.holds_window(sequence, token.position)
+        return sequence is not None and self.scheduler.kv.holds_window(sequence, token.position)
 
     def _search(self, question: Question, sequence_id: str | None = None) -> Future[Answer] | None:
-        """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places until
-        then."""
-        sequences = {sequence.sequence_id: sequence for sequence in self._scheduler.running}
+        """Search over the last tapped tokens; None if they are too few. Their sequences must keep their places."""
+        sequences = {sequence.sequence_id: sequence for sequence in self.scheduler.running}
         tokens = [
             token
             for token in self.tapped
@@ -551,13 +533,13 @@ class RoundPlanner:
             return None
         chosen = tokens[-question.num_tokens :]
         rows = [sequences[token.sequence_id].rows(token.position, 1) for token in chosen]
-        searching = self._stages.search(chosen, rows, question)
+        searching = self.stages.search(chosen, rows, question)
         self._searching[searching] = chosen
 
         def count(search: Future[Answer]) -> None:
             self._num_cancelled = self._num_cancelled + 1 if search.cancelled() else 0
-            if self._stages.searches_apart and not search.cancelled() and search.exception() is None:
-                self._stats.optimise_s += search.result().seconds
+            if self.stages.searches_apart and not search.cancelled() and search.exception() is None:
+                self.stats.optimise_s += search.result().seconds
 
         searching.add_done_callback(count)
         return searching

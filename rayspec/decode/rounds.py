@@ -98,6 +98,7 @@ SURENESS = (0.95, 0.8, 0.5)
 _LOGPROB_ROWS = 64  # of a prompt, whose logits are computed at once
 
 
+@dataclass(kw_only=True, eq=False)
 class Head:
     """The last step of a pass, next to the LM head: turns logits into tokens with each sequence's own sampler. Keeps
     the samplers of the open sequences and the target's most likely tokens after tapped tokens.
@@ -108,59 +109,43 @@ class Head:
     drawn: the last drawn tokens, int64 [S], on the device.
     """
 
-    drawn: Tensor | None = None
+    logits: Callable[[Tensor], Tensor] = field(kw_only=False)
+    draft_logits: Callable[[Tensor], Tensor] | None = None
+    operators: Operators = reference
+    vocab_size: int
+    device: torch.device
+    verification: Verification
+    num_taps: int
+    draft_look_interval: int = 1
+    grammars: Grammars | None = None
+    drawn: Tensor | None = field(default=None, init=False)
+    samplers: dict[str, TokenSampler] = field(default_factory=dict, init=False)  # of the open sequences
+    _next_tokens: dict[TappedToken, Tensor] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        logits: Callable[[Tensor], Tensor],
-        *,
-        draft_logits: Callable[[Tensor], Tensor] | None = None,
-        operators: Operators = reference,
-        vocab_size: int,
-        device: torch.device,
-        verification: Verification,
-        num_taps: int,
-        draft_look_interval: int = 1,
-        grammars: Grammars | None = None,
-    ) -> None:
-        self.draft_look_interval = draft_look_interval
-        self.verification: Verification = verification
-        self.stopwatch = Stopwatch.of(device)
-        self.logits = logits
-        self.draft_logits = draft_logits or logits
-        self.operators = operators
-        self._vocab_size = vocab_size
-        self._device = device
-        self._num_taps = num_taps
-        self._grammars = grammars
-        self._samplers: dict[str, TokenSampler] = {}
-        self._next_tokens: dict[TappedToken, Tensor] = {}
+    def __post_init__(self) -> None:
+        self.stopwatch = Stopwatch(self.device)
 
     def open(self, spec: SamplerSpec) -> None:
         form = spec.params.structured_outputs
-        if form is not None and spec.constraint is None and self._grammars is not None:  # the engine's is elsewhere
-            spec = replace(spec, constraint=self._grammars.constraint(form, len(spec.prompt_token_ids)))
-        self._samplers[spec.sequence_id] = TokenSampler(
-            spec, vocab_size=self._vocab_size, device=self._device, operators=self.operators
+        if form is not None and spec.constraint is None and self.grammars is not None:  # the engine's is elsewhere
+            spec = replace(spec, constraint=self.grammars.constraint(form, len(spec.prompt_token_ids)))
+        self.samplers[spec.sequence_id] = TokenSampler(
+            spec, vocab_size=self.vocab_size, device=self.device, operators=self.operators
         )
 
     def close(self, sequence_id: str) -> None:
-        del self._samplers[sequence_id]
+        del self.samplers[sequence_id]
 
     def forget(self) -> None:
-        self._samplers.clear()
+        self.samplers.clear()
         self._next_tokens.clear()
 
-    def sampler(self, sequence_id: str) -> TokenSampler:
-        return self._samplers[sequence_id]
-
     def note_taps(self, taps: Sequence[tuple[int, TappedToken]], logits: Tensor) -> None:
-        """Remember the target's most likely token after each tapped token, and only the last `num_taps` of them.
-        logits: [N, V]."""
+        """Remember the target's most likely token after each of the last `num_taps` tapped tokens. logits: [N, V]."""
         for row, token in taps:
             self._next_tokens.pop(token, None)
             self._next_tokens[token] = argmax(logits[row])
-        for token in list(self._next_tokens)[: -self._num_taps]:
+        for token in list(self._next_tokens)[: -self.num_taps]:
             del self._next_tokens[token]
 
     def next_tokens(self, tokens: Sequence[TappedToken]) -> Tensor:
@@ -194,8 +179,7 @@ def before_late(row: Rows, verdict: Verdict) -> Verdict:
 
 def commit(logits: Tensor, rows: Sequence[Rows], verdicts: Sequence[Verdict]) -> list[Committed]:
     """Commit the accepted tokens to the samplers and return them with the log-probabilities that their parameters ask
-    for. Everything is computed before any sampler changes. One host synchronisation per distinct number of
-    log-probabilities."""
+    for, which take one host synchronisation for each number of them. An error changes no sampler."""
     pairs = list(zip(rows, verdicts, strict=True))
     results: list[Sequence[dict[int, Logprob]]] = [()] * len(rows)
     asked = [row.sampler.params.logprobs if verdict.is_finite else None for row, verdict in pairs]
@@ -254,11 +238,11 @@ def _last_rows(chunks: Sequence[Chunk], first: int) -> list[int]:
 def _prompt_logprobs(head: Head, chunks: Sequence[Chunk], hidden: Tensor) -> list[list[dict[int, Logprob]]]:
     """Return, for each chunk, the log-probabilities of the prompt's tokens after its rows, if its sequence wants them.
     hidden: the last rows of these states are the chunks'."""
-    if all(head.sampler(chunk.sequence_id).params.prompt_logprobs is None for chunk in chunks):
+    if all(head.samplers[chunk.sequence_id].params.prompt_logprobs is None for chunk in chunks):
         return []
     found, first = list[list[dict[int, Logprob]]](), hidden.shape[1] - num_rows(chunks)
     for chunk in chunks:
-        sampler, rows = head.sampler(chunk.sequence_id), list[dict[int, Logprob]]()
+        sampler, rows = head.samplers[chunk.sequence_id], list[dict[int, Logprob]]()
         if (count := sampler.params.prompt_logprobs) is not None:
             following = sampler.token_ids[chunk.rows.context + 1 : min(chunk.rows.end + 1, sampler.num_prompt_tokens)]
             for at in range(0, len(following), _LOGPROB_ROWS):
@@ -274,19 +258,19 @@ def choose(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committe
     """Choose and commit the token after each chunk that samples. logits: one row for each of these chunks. On a GPU,
     the host indexes the chunks while the device still computes."""
     for chunk in chunks:
-        sampler = head.sampler(chunk.sequence_id)
+        sampler = head.samplers[chunk.sequence_id]
         if sampler.lookup is not None:
             sampler.lookup.extend_to(sampler.token_ids, chunk.rows.end)
     sampling = [chunk for chunk in chunks if chunk.sample]
     if not sampling:
         return [None] * len(chunks)
-    rows = [Rows(head.sampler(chunk.sequence_id), at, ()) for at, chunk in enumerate(sampling)]
+    rows = [Rows(head.samplers[chunk.sequence_id], at, ()) for at, chunk in enumerate(sampling)]
     committed = iter(commit(logits, rows, verify_coupled(logits, rows)))
     return [next(committed) if chunk.sample else None for chunk in chunks]
 
 
 def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
-    samplers = [head.sampler(entry.sequence_id) for entry in work.entries]
+    samplers = [head.samplers[entry.sequence_id] for entry in work.entries]
     if work.num_steps > 1 and not any(one.reads_history or one.params.logprobs is not None for one in samplers):
         return (yield from _steps(work, head, samplers))
     started = head.stopwatch.mark()
@@ -307,7 +291,9 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     rows: list[Rows] = []
     probes: list[range] = []  # by entry, the rows of its probes, which follow those of its draft
     for entry, one in zip(work.entries, drafted.drafts, strict=True):
-        rows.append(Rows(head.sampler(entry.sequence_id), probes[-1].stop if probes else 0, one.token_ids, one.parents))
+        rows.append(
+            Rows(head.samplers[entry.sequence_id], probes[-1].stop if probes else 0, one.token_ids, one.parents)
+        )
         probes.append(range(rows[-1].end, rows[-1].end + entry.num_probes))
     if head.verification == "coupled":
         verdicts = verify_coupled(logits, rows, noise)
@@ -380,8 +366,6 @@ def _steps(work: Round, head: Head, samplers: Sequence[TokenSampler]) -> Generat
 
 
 def _likeliest(logits: Tensor, rows: Sequence[Rows], count: int) -> list[list[tuple[Sequence[int], Sequence[float]]]]:
-    """Return the `count` likeliest tokens after each row of the sequences, and their probabilities. One copy to the
-    host."""
     if not count:
         return []
     count = min(count, logits.shape[-1])
@@ -434,6 +418,7 @@ def _verify_pass(work: Round, drafts: Sequence[Draft], owners: Sequence[int]) ->
         rows=[*rows, *chunk_rows],
         taps=taps,
         scores_pages=scores_pages,
+        sequence_ids=[entry.sequence_id for entry in work.entries],
     )
 
 
@@ -503,7 +488,7 @@ def draft(head: Head, work: Round, noise: Noise) -> Generator[Pass, Tensor, Draf
             active = _still_drafting(head, work, result.drafts, active)
     if plan.tree_widths:
         for entry, one, best_of in zip(entries, result.drafts, ranked, strict=True):
-            if best_of and (head.verification == "coupled" or head.sampler(entry.sequence_id).greedy):
+            if best_of and (head.verification == "coupled" or head.samplers[entry.sequence_id].greedy):
                 _branch(one, best_of, plan.tree_widths, entry.max_tree_tokens)
     return result
 
@@ -511,16 +496,16 @@ def draft(head: Head, work: Round, noise: Noise) -> Generator[Pass, Tensor, Draf
 def _drawn(
     head: Head, work: Round, drafts: Sequence[Draft], active: Sequence[int], noise: Noise
 ) -> Generator[Pass, Tensor, list[Drafts]]:
-    """Draw the next tokens of the active entries, on the device, for as many steps as need no host synchronisation; at
-    most until a draft reaches its length."""
+    """Draw the next tokens of the active entries for as many steps as need no host synchronisation."""
     steps: list[Drafts] = []
-    samplers = [head.sampler(work.entries[index].sequence_id) for index in active]
+    samplers = [head.samplers[work.entries[index].sequence_id] for index in active]
     left = (work.entries[index].max_draft_tokens - len(drafts[index].token_ids) for index in active)
     num_steps = 1 if any(sampler.reads_history for sampler in samplers) else min(head.draft_look_interval, *left)
     drawing = DraftSteps(samplers, head.verification, noise, num_ranked=max(work.plan.tree_widths, default=0))
     pending = [drafts[index].token_ids for index in active]
     for ahead in range(num_steps):
-        logits = head.draft_logits((yield draft_pass(work, drafts, active, ahead=ahead)))
+        hidden = yield draft_pass(work, drafts, active, ahead=ahead)
+        logits = (head.draft_logits or head.logits)(hidden)
         steps.append(drawing.draw(logits, pending, ahead))
         head.drawn = steps[-1].token_ids
     return steps
@@ -554,7 +539,7 @@ def _still_drafting(head: Head, work: Round, drafts: Sequence[Draft], active: Se
             entry, one = entries[index], drafts[index]
             if sound <= rule.min_survival:  # then no token after it is worth its row
                 continue
-            sampler = head.sampler(entry.sequence_id)
+            sampler = head.samplers[entry.sequence_id]
             assert sampler.lookup is not None, "a strategy that looks up has an index"
             sampler.lookup.extend_to(sampler.token_ids)
             found = sampler.lookup.propose(entry.max_draft_tokens - len(one.token_ids), one.token_ids)
@@ -675,14 +660,12 @@ def decide(
 
 
 def _accepts(p: Tensor, q: Tensor, noise: Tensor) -> Tensor:
-    """Accept with probability min(1, p / q). All arguments are float64. The uniform noise is never 0, so p = 0 is never
-    accepted. A token with q = 0 cannot have been drafted and is rejected."""
+    """Accept with probability min(1, p / q), in float64; never with p = 0, as noise > 0, nor with q = 0."""
     return (q > 0) & (noise * q <= p)
 
 
 def _residual(target: Tensor, draft: Tensor) -> Tensor:
-    """Return max(p - q, 0), not normalised; or p itself in rows where the result is all 0 (p equals q up to
-    rounding)."""
+    """Return max(p - q, 0), not normalised; p in rows where that is all 0 (p equals q up to rounding)."""
     residual = (target - draft).clamp_min_(0)
     return torch.where(residual.sum(1, keepdim=True) > 0, residual, target)
 

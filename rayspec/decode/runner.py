@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from typing_extensions import Self
 
 from rayspec.choices import FULL, SKIP, Choice
 from rayspec.errors import reason_of
@@ -51,18 +50,12 @@ _MANY_ROWS = 64
 
 @dataclass(slots=True)
 class Threads:
-    """Numbers of threads. few: for passes of few rows, such as decoding, where threads may wait for each other longer
-    than they work. many: for the others."""
+    """Numbers of threads. few: for passes of few rows, where threads may wait more than work. many: for others."""
 
     few: int
     many: int
 
-    @classmethod
-    def of_all_passes(cls, number: int) -> Threads:
-        return cls(few=number, many=number)
-
     def use(self, num_rows: int) -> None:
-        """Set torch's number of threads for the next pass of this thread."""
         torch.set_num_threads(self.few if num_rows < _MANY_ROWS else self.many)
 
 
@@ -109,10 +102,7 @@ def asked_threads(option: int | None) -> int | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU this thread's current device, where Triton launches its kernels. Does nothing for a CPU.
-
-    Without it, a thread launches on cuda:0, also for tensors of cuda:1.
-    """
+    """Make a GPU this thread's current device, where Triton launches its kernels, by default on cuda:0."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -173,8 +163,7 @@ _Piece: TypeAlias = tuple[RowSpan, Sequence[Path]]
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Rows of one pass. buckets: each is (number of real rows, rows as the kernels see them). token_ids: if it
-    embeds."""
+    """Rows of one pass. buckets: pairs of a number of real rows and rows as kernels see them. token_ids: to embed."""
 
     buckets: tuple[tuple[int, PackedRows | BatchMetadata], ...]
     token_ids: TokenIds = ()
@@ -191,6 +180,7 @@ class Operators(Protocol):
     def cut_to_top_p(self, scores: Tensor, top_p: Tensor) -> None: ...
 
 
+@dataclass(kw_only=True, eq=False)
 class Runner:
     """The model of this process with its cache. row_counts: limits the rows of decode passes, so that the bits of a row
     do not depend on the plan or on the batch.
@@ -204,36 +194,26 @@ class Runner:
     ran out of memory. on_loss: gets the reason when an error has made the GPU unusable for this process.
     """
 
+    parts: Decomposition = field(kw_only=False)
+    cache: KVCache = field(kw_only=False)
+    device: torch.device
+    row_counts: RowCounts | None
+    buffers: StepBuffers | None = None
+    graphs: StepGraphs | None = None
+    choices: InitVar[Sequence[Choice]] = (FULL, SKIP)
+    may_retry: bool = True
     threads: Threads | None = None
     most_rows: int | None = None
     on_loss: Callable[[str], None] | None = None
 
-    def __init__(
-        self,
-        parts: Decomposition,
-        cache: KVCache,
-        *,
-        device: torch.device,
-        row_counts: RowCounts | None,
-        buffers: StepBuffers | None = None,
-        graphs: StepGraphs | None = None,
-        choices: Sequence[Choice] = (FULL, SKIP),
-        may_retry: bool = True,
-    ) -> None:
-        self.parts = parts
-        self.cache = cache
-        self.device = device
-        self.row_counts = row_counts
-        self.graphs = graphs
-        self.may_retry = may_retry
+    def __post_init__(self, choices: Sequence[Choice]) -> None:
         # For each curve name, the choices that all its sublayers support, without skip.
         self.choices_by_kind: dict[str, tuple[Choice, ...]] = {}
-        for name, sublayer in zip(parts.curve_names, parts.sublayers, strict=True):
+        for name, sublayer in zip(self.parts.curve_names, self.parts.sublayers, strict=True):
             known = self.choices_by_kind.get(name, tuple(choices))
             self.choices_by_kind[name] = tuple(choice for choice in known if sublayer.can_run(choice))
-        self.buffers = buffers
-        self._step = graphs or (StaticStep(parts, buffers) if buffers is not None else None)
-        self._like_hidden = torch.zeros(1, 1, 1, dtype=parts.dtype, device=device)
+        self._step = self.graphs or (StaticStep(self.parts, self.buffers) if self.buffers is not None else None)
+        self._like_hidden = torch.zeros(1, 1, 1, dtype=self.parts.dtype, device=self.device)
 
     @property
     def operators(self) -> Operators:
@@ -322,8 +302,7 @@ class Runner:
         return left.clone() if leaves_buffer else left
 
     def head(self, hidden: Tensor, *, drafting: bool = False) -> Tensor:
-        """Return the logits [N, vocab_size] of states [1, N, hidden_size]: of a draft, by the head's copy if there is
-        one."""
+        """Return the logits [N, V] of states [1, N, hidden_size]; of a draft, by the head's copy if there is one."""
         num_rows = hidden.shape[1]
         if self.threads is not None:
             self.threads.use(num_rows)
@@ -338,11 +317,9 @@ class Runner:
         return _joined(pieces, 0)[:num_rows]
 
     def recover(self, error: Exception, num_rows: int) -> str | None:
-        """After an error in a pass of so many rows, take a safer way, after which the pass may run again.
-
-        If memory ran out: release the graphs, then divide passes. After another error: give up the graphs, then the
-        buffers. Return how passes run from now on, "" if as before; None if no way is left.
-        """
+        """After an error in a pass of so many rows, take a safer way, after which the pass may run again. If memory ran
+        out: release the graphs, then divide passes. After another error: give up the graphs, then the buffers. Return
+        how passes run from now on, "" if as before; None if no way is left."""
         if not self.may_retry or is_lost(self.device):
             return None
         if lack_of_memory(error) is None:
@@ -355,8 +332,7 @@ class Runner:
         return f"in parts of {self.most_rows} rows (max_num_batched_tokens={self.most_rows} saves the memory)"
 
     def give_up(self) -> str | None:
-        """Run all later passes without graphs, or, if there are none, without static buffers. Return a description,
-        None if neither was left."""
+        """Run later passes without graphs, or else without buffers. Return it in words; None if neither was left."""
         if self.buffers is None:
             return None
         if self.graphs is not None:
@@ -421,8 +397,8 @@ def ways_of(parts: Decomposition, choices: Sequence[Choice]) -> list[tuple[Choic
 
 
 def pieces_of(span: RowSpan, longest_chain: int) -> Iterator[_Piece]:
-    """Yield the rows that may share an attention call, with their paths: some rows of a chain, or one row of a tree.
-    There are no paths if each row sees all slots up to its own."""
+    """Yield the rows that may share an attention call: some of a chain, or one of a tree. A row has a path unless it
+    sees all slots up to its own."""
     if not span.parents:
         for at in range(0, span.num_rows, longest_chain):
             yield span.chain(at, min(longest_chain, span.num_rows - at)), ()
@@ -458,32 +434,25 @@ def _real_rows(tap: Tap | None, num_real: int, *, is_copied: bool) -> Tap | None
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in some work. host_s: when the host reached it. event: a `torch.cuda.Event` that says when the device
-    reaches it; None if the host itself does the work."""
+    """A point in some work. host_s: when the host reached it. event: of a GPU, which reaches it later."""
 
     host_s: float
     event: Any = None
 
 
 class Stopwatch:
-    """Sets marks. A GPU runs asynchronously, so a mark is put into its queue, and is read when the host has waited for
-    the tokens anyway. record: puts an event into the device's queue; None if the host itself does the work."""
+    """Sets marks: on a GPU, events in its queue, which are read when the host has waited for the tokens anyway."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, record: Callable[[], Any] | None = None) -> None:
-        self._clock = clock
-        self._record = record
-
-    @classmethod
-    def of(cls, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> Self:
-        def record() -> Any:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-            return event
-
-        return cls(clock, record if device.type == "cuda" else None)
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._device, self._clock = device, clock
 
     def mark(self) -> Mark:
-        return Mark(self._clock(), self._record() if self._record is not None else None)
+        host_s = self._clock()
+        if self._device.type != "cuda":
+            return Mark(host_s)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return Mark(host_s, event)
 
 
 def seconds(first: Mark, last: Mark) -> float:
@@ -495,8 +464,7 @@ def seconds(first: Mark, last: Mark) -> float:
 
 
 def queued_s(first: Mark, last: Mark) -> float:
-    """Return how long the device was still busy with earlier work when the host set `first`. last: a mark that the
-    device reached as soon as the host set it."""
+    """Return how long the device had earlier work when the host set `first`. last: the device did not lag there."""
     if first.event is None or last.event is None:
         return 0.0
     return max(0.0, last.host_s - first.host_s - seconds(first, last))

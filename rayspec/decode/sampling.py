@@ -35,11 +35,9 @@ _SPREAD = 27.0  # more than the width of the Gumbel noise's range (-2.9, 22.2), 
 
 
 class Stream(IntEnum):
-    """The purpose of a random number. Streams are independent of each other at every position.
-
-    TARGET: the token plain decoding takes, and the bonus token. DRAFT: the draft's token under the rejection rule.
-    ACCEPT: whether a draft token is accepted. RECOVER: the token that replaces a rejected one.
-    """
+    """The purpose of a random number. Streams are independent of each other at every position. TARGET: the token plain
+    decoding takes, and the bonus token. DRAFT: the draft's token under the rejection rule. ACCEPT: whether a draft
+    token is accepted. RECOVER: the token that replaces a rejected one."""
 
     TARGET = 0
     DRAFT = 1
@@ -55,11 +53,9 @@ def row_keys(
     *,
     origins: Integers | None = None,
 ) -> Tensor:
-    """Return the key of each row's generator, int64 [2, N] on the device: the seed, and a number of all else.
-
-    seeds: 64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**30). stream: one
-    `Stream`, or int64 [N].
-    """
+    """Return the key of each row's generator, int64 [2, N] on the device: the seed, and a number of all else. seeds:
+    64-bit integers (negative ones are taken modulo 2**64). positions, origins: in [0, 2**30). stream: one `Stream`, or
+    int64 [N]."""
     others = [0] * len(positions) if origins is None else origins
     if isinstance(stream, Tensor) or isinstance(seeds, Tensor) or isinstance(positions, Tensor):
         places = integers(positions, device) << _POSITION_BITS | integers(others, device) << 2 | stream
@@ -70,11 +66,9 @@ def row_keys(
 
 
 def noisy(scores: Tensor, keys: Tensor, operators: Operators, *, winner_only: bool = True) -> Tensor:
-    """Return new scores: `scores` [N, V], float32, plus noise. keys: of `row_keys`.
-
-    winner_only: on a CPU, tokens too unlikely to have the largest sum in their row may get no noise. Elsewhere the host
-    would have to wait for the device to know these tokens.
-    """
+    """Return new scores: `scores` [N, V], float32, plus noise. keys: of `row_keys`. winner_only: on a CPU, tokens too
+    unlikely to have the largest sum in their row may get no noise. Elsewhere the host would have to wait for the device
+    to know these tokens."""
     if scores.device.type == "cpu":
         least = scores.amax(1, keepdim=True) - (_SPREAD if winner_only else math.inf)
         row, token = (scores > least).nonzero().unbind(1)
@@ -86,9 +80,8 @@ def noisy(scores: Tensor, keys: Tensor, operators: Operators, *, winner_only: bo
 
 
 class Rows(msgspec.Struct, frozen=True, gc=False):
-    """Rows start .. start + len(pending) of a packed logits tensor, all of one sequence. Row 0 predicts the token after
-    the committed tokens, and row j + 1 the token after pending[j]. parents: for each pending token, the earlier row
-    that it follows; empty for a chain."""
+    """Rows start .. start + len(pending) of packed logits, all of one sequence. Row 0 predicts the token after the
+    committed tokens, and row j + 1 that after pending[j]. parents: by pending token, the row before; () for a chain."""
 
     sampler: TokenSampler
     start: int
@@ -108,7 +101,6 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 
 
 def logit_rows(rows: Sequence[Rows]) -> LogitRows:
-    """Return all rows of these sequences."""
     at, samplers, depths, befores = list[int](), list[TokenSampler](), list[int](), list[Sequence[int]]()
     for row in rows:
         num_rows = len(row.pending) + 1
@@ -123,8 +115,7 @@ def logit_rows(rows: Sequence[Rows]) -> LogitRows:
 @dataclass(frozen=True, slots=True)
 class Drafts:
     """One draft token per sequence. token_ids: int64 [S]. confidence: float32 [S]. logits: float32 [S, V], processed,
-    for `verify_rejection`; None if it needs none. ranked: int64 [S, k], the tokens with the highest scores, best
-    first."""
+    for `verify_rejection`, if it needs them. ranked: int64 [S, k], the tokens with the highest scores, best first."""
 
     token_ids: Tensor
     confidence: Tensor
@@ -145,8 +136,7 @@ class Noise:
         self._known: Tensor | None = None  # float32 [sequences, depths, V]
 
     def added(self, scores: Tensor, stream: Stream, rows: LogitRows, *, winner_only: bool = True) -> Tensor:
-        """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled: new ones, if there
-        are any. winner_only: see `noisy`."""
+        """Return scores [N, V], float32, with noise in the rows of sequences that are sampled. winner_only: `noisy`."""
         if any(greedy := [sampler.greedy for sampler in rows.samplers]):
             rows = rows.only([not one for one in greedy])
         if not rows.at:
@@ -174,8 +164,7 @@ class Noise:
         return None if known is None else known[:, :num_steps].transpose(0, 1)
 
     def _of(self, rows: LogitRows, like: Tensor) -> Tensor | None:
-        """Return the noise of each row, float32 [n, V]; None if it costs less to compute only a part of it. like:
-        scores [N, V]."""
+        """Return the noise of each row, float32 [n, V]; None if a part of it costs less. like: scores [N, V]."""
         size, depths = len(self._samplers), rows.depths
         if (known := self._up_to(max(depths), len(depths), like)) is None:
             return None
@@ -217,8 +206,8 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def target_tokens(logits: Tensor, rows: Sequence[Rows], noise: Noise | None = None) -> Tensor:
-    """Return the token that plain decoding takes at every row of raw logits [N, V] by the coupled rule: int64 [N], on
-    the device. Greedy rows, and rows that belong to no sequence, take the argmax."""
+    """Return the token that plain decoding takes at every row of raw logits [N, V] by the coupled rule: int64 [N].
+    Greedy rows, and rows that belong to no sequence, take the argmax."""
     if all(row.sampler.is_argmax for row in rows):
         return argmax(logits)
     own = logit_rows([row for row in rows if not row.sampler.is_argmax])
@@ -279,8 +268,7 @@ class DraftSteps(_Steps):
 
 
 class PlainSteps(_Steps):
-    """Chooses tokens by plain decoding at `num_steps` positions of sequences that read no history, without the tokens
-    between."""
+    """Chooses tokens by plain decoding at `num_steps` positions of sequences that read no history."""
 
     def __init__(self, samplers: Sequence[TokenSampler], num_steps: int) -> None:
         super().__init__(samplers)
@@ -288,8 +276,7 @@ class PlainSteps(_Steps):
         self._known: Tensor | None = None
 
     def tokens(self, logits: Tensor, ahead: int) -> Tensor:
-        """Return the token of each sequence after `ahead` tokens, from raw logits [S, V] of the target: int64 [S], on
-        the device."""
+        """Return the token of each sequence after `ahead` tokens, from raw target logits [S, V]: int64 [S]."""
         if self._is_argmax:
             return argmax(logits)
         num_rows = len(self._samplers)

@@ -28,8 +28,7 @@ _SUBLAYERS = 2  # sublayers per layer
 
 
 class Knapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks which drafts are most similar to the target, by `knapsack.solve`. also: further drafts to try. Answered by
-    Found."""
+    """Asks which drafts are most similar to the target, by `knapsack.solve`. also: drafts to try. Answered by Found."""
 
     num_tokens: int
     savings: Sequence[Mapping[Choice, int]]
@@ -40,8 +39,7 @@ class Knapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LayerKnapsack(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for the most similar draft that skips n whole layers, for each n up to `num_skipped`: the recurrence of
-    CLaSp. Answered by Found."""
+    """Asks for the most similar draft without n layers, for each n up to `num_skipped` (CLaSp). Answered by Found."""
 
     num_tokens: int
     num_skipped: int
@@ -276,8 +274,7 @@ class PlanSearch:
         return known[choice]
 
     def _rows(self, num_states: int, like: Tensor) -> PackedRows:
-        """Return the packed rows of so many states, with their rotary embedding and attention calls: those of the last
-        few numbers are kept, because all sublayers share them."""
+        """Return the packed rows of so many states, which all sublayers share; those of few numbers are kept."""
         rows = self._packed.pop(num_states, None)
         if rows is None:
             positions = self._positions.repeat_interleave(num_states)
@@ -307,7 +304,7 @@ class PlanSearch:
         return joined.index_select(1, integers(np.asarray(index).tolist(), joined.device))
 
     def keep(self, batches: Sequence[Any]) -> None:
-        """Do nothing: a tensor is freed with its last reference."""
+        """A tensor is freed with its last reference."""
 
     @torch.inference_mode()
     def agreement(self, states: Any) -> Agreement:

@@ -429,7 +429,7 @@ class LocalStages(Stages):
             num_taps=num_tap_tokens,
             draft_look_interval=_DRAFT_LOOK_INTERVAL.get(runner.device.type, 1),
         )
-        self.head.stopwatch = Stopwatch.of(runner.device, clock)
+        self.head.stopwatch = Stopwatch(runner.device, clock)
         self.num_steps = MAX_STEPS if runner.device.type == "cuda" else 1
         self.takes_trees = runner.row_counts is None  # else a row of a tree attends alone
         self._clock = clock

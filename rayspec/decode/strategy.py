@@ -25,8 +25,7 @@ class BatchState:
     those that want no drafts. sequence_ids: the sequences of the batch, with the same exception; an id is constant
     until a preemption.
     proposals: function that looks up tokens for each sequence. by_class: function to the acceptance of looked-up
-    tokens by their class. is_observed: False for a round that `Strategy.observe` will not be called for; so nothing
-    should be tried in it."""
+    tokens by their class. is_observed: whether `observe` will be called for the round; if not, try nothing in it."""
 
     context: int
     batch: int
@@ -59,8 +58,8 @@ class BatchState:
 class RoundPlan:
     """How a round drafts. keep_drafting: the rule that ends drafts early; None: drafts have the plan's length.
     capture: whether to capture the target's hidden states of the newest token of each sequence, before and after each
-    sublayer. `Strategy.search` can ask questions about captured tokens. plain_rate: tokens per second over the batch
-    that plain decoding would reach in this round, where that is known."""
+    sublayer. `Strategy.search` can ask questions about captured tokens. plain_rate: tokens per second over the batch by
+    plain decoding, where that is known."""
 
     plan: Plan
     keep_drafting: KeepDrafting | None = None

@@ -114,7 +114,7 @@ class WholeSpan:
         self.states.clear()
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Do nothing: every sequence has a cache of its own."""
+        """Every sequence has a cache of its own."""
 
     def first_pass(self, work: Work) -> Pass:
         """Return the first pass of the work's script: of the chunks, else of the round."""
@@ -122,7 +122,7 @@ class WholeSpan:
             pass_of_chunks = first_pass(Prefill(id=work.id, chunks=work.chunks))
             return replace(pass_of_chunks, sequence_ids=[each.sequence_id for each in work.chunks], is_prefill=True)
         assert isinstance(work, Round)
-        return self.named(work, first_pass(self.allowed(work)))
+        return first_pass(self.allowed(work))
 
     def allowed(self, work: Round) -> Round:
         """Return the round as it can run. Drafts that the form of an output forces come with any plan."""
@@ -130,9 +130,6 @@ class WholeSpan:
             return work
         bare = [msgspec.structs.replace(entry, looked_up=(), parents=(), num_probes=0) for entry in work.entries]
         return msgspec.structs.replace(work, entries=bare)
-
-    def named(self, work: Round, verify: Pass) -> Pass:
-        return replace(verify, sequence_ids=[entry.sequence_id for entry in work.entries])
 
     @torch.inference_mode()
     def run(self, work: Pass, hidden: Tensor | None = None) -> Tensor:
@@ -149,7 +146,6 @@ class WholeSpan:
         return torch.cat(parts, 1) if parts else torch.empty(1, 0, 1)
 
     def _prefill(self, work: Pass, chains: Sequence[list[int]], border: Border) -> list[Tensor]:
-        """Run the chunks: a prompt with its last chunk, generated tokens one by one."""
         logits = []
         for name, rows, token_ids in zip(work.sequence_ids, work.rows, chains, strict=True):
             spec = self._specs[name]
@@ -236,17 +232,10 @@ def whole_script(work: Work, head: Head, span: WholeSpan) -> Generator[Pass, Ten
     if isinstance(work, Prefill):
         return prefilled
     prefill_s = seconds(started, head.stopwatch.mark())
-    passes = script(msgspec.structs.replace(span.allowed(work), chunks=()), head)
-    try:
-        verify = next(passes)
-        while True:
-            logits = yield span.named(work, verify)
-            num_pending = span.num_pending
-            verify = passes.send(logits)
-    except StopIteration as end:
-        result: RoundResult = end.value
+    result = yield from script(msgspec.structs.replace(span.allowed(work), chunks=()), head)
+    assert isinstance(result, RoundResult)
     # What rejected rows cost a later round without drafts is charged to the next verify.
-    owed_s = min(num_pending * span.rejected_s, _MOST_OWED * result.verify_s)
+    owed_s = min(span.num_pending * span.rejected_s, _MOST_OWED * result.verify_s)
     owed_s = -span.owed_s if any(draft.token_ids for draft in result.drafts) else owed_s
     span.owed_s += owed_s
     return msgspec.structs.replace(
@@ -262,7 +251,7 @@ def _of_chunks(chunks: Sequence[Chunk], logits: Tensor, head: Head) -> PrefillRe
     """Choose the tokens after the chunks. logits: [N, V], see `WholeSpan.run`."""
     of_prompts, last_rows, at = list[list[dict[int, Logprob]]](), list[int](), 0
     for chunk in chunks:
-        sampler = head.sampler(chunk.sequence_id)
+        sampler = head.samplers[chunk.sequence_id]
         count, prompt = sampler.params.prompt_logprobs, sampler.token_ids[: sampler.num_prompt_tokens]
         of_prompts.append([])
         if chunk.rows.end < len(prompt):

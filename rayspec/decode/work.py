@@ -45,12 +45,8 @@ TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
 
 
 class DecodingParams(SamplingParams):
-    """The parameters that a sequence is decoded with: no field is unset. The defaults of SamplingParams' fields are
-    vLLM's neutral values.
-
-    The fields of its own are those of transformers' GenerationConfig that a request cannot state. They have the same
-    names and meanings there. eos tokens are the engine's.
-    """
+    """The parameters that a sequence is decoded with: no field is unset; the defaults are vLLM's neutral values. The
+    fields of its own are those of transformers' GenerationConfig that a request cannot state."""
 
     repetition_penalty: float = Field(1.0, gt=0.0)
     temperature: float = Field(1.0, ge=0.0)
@@ -80,11 +76,9 @@ class DecodingParams(SamplingParams):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What the checkpoint says about decoding.
-
-    params: the values of unset fields, and the rules of every request. max_new_tokens: the output's length where nobody
-    states one; None: the checkpoint states none. min_length: the least tokens of prompt and output together.
-    """
+    """What the checkpoint says about decoding. params: the values of unset fields, and the rules of every request.
+    max_new_tokens: the output's length where nobody states one; None: the checkpoint states none. min_length: the least
+    tokens of prompt and output together."""
 
     params: DecodingParams = field(default_factory=DecodingParams)
     max_new_tokens: int | None = None
@@ -121,8 +115,7 @@ class SamplerSpec:
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Committed tokens of a sequence to prefill. sample: choose the token after them. replay: they were generated
-    earlier."""
+    """Committed tokens to prefill. sample: choose the token after them. replay: they were generated earlier."""
 
     sequence_id: str
     rows: RowSpan
@@ -233,13 +226,11 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def save_at(self) -> int:
-        """Sublayer before which the draft's states are saved for the verify; 0 saves nothing. Taps need those states
-        too."""
+        """Sublayer before which the draft's states are saved for the verify; 0 saves none. Taps need these states."""
         return 0 if self.num_taps else self.plan.prefix
 
     @property
     def num_rows(self) -> int:
-        """Most rows that the passes of the round compute in all."""
         own = sum(self.num_steps + len(entry.looked_up) + 2 * entry.max_draft_tokens for entry in self.entries)
         return own + num_rows(self.chunks)
 
@@ -301,8 +292,7 @@ class RoundResult(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merge:
-    """Before sublayer `at`, join the rows saved there in the round and those of this pass, sorted by `order`, as
-    `rows`."""
+    """Before sublayer `at`, join the round's saved rows and those of this pass, sorted by `order`, as `rows`."""
 
     at: int
     order: Sequence[int]
@@ -317,8 +307,8 @@ class Pass:
 
     round_id: whose saved rows it uses. choices: one for each sublayer of the whole model; None runs all in full.
     save_at: sublayer before which the states are saved for a later pass of the round; 0 saves nothing. taps: pairs of a
-    row and its token, whose states every stage keeps. fixed_shape, scores_pages: see `Runner.batch`. sequence_ids: of
-    the rows, for a model that does not split. is_prefill: whether these rows are chunks.
+    row and its token, whose states every stage keeps. fixed_shape, scores_pages: see `Runner.batch`. sequence_ids,
+    is_prefill: for a model that does not split, the sequences of these rows, and whether the rows are chunks.
     """
 
     round_id: int

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # an extra
-    from llguidance import LLMatcher, LLParserLimits
+    from llguidance import LLParserLimits
 
 QUICK_S, MOST_S = 1, 5  # of a core
 _MOST_BYTES = 64 * 2**20
@@ -45,8 +45,7 @@ _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compil
 
 
 class FormChecker:
-    """The processes that compile forms, one for each thread that asks. They start with the first form, and end with
-    this object."""
+    """The processes that compile forms, one for each thread that asks. They end with this object."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -60,17 +59,14 @@ class FormChecker:
         process: subprocess.Popen[bytes] | None = getattr(self._own, "process", None)
         if process is None or process.poll() is not None:
             program = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
-            command = [sys.executable, "-c", program, __file__]
-            pipe = subprocess.PIPE
-            environment = os.environ | {"MALLOC_ARENA_MAX": "1"}  # others would count as memory of the form
-            process = self._own.process = subprocess.Popen(  # noqa: S603 - this file; signals to a group do not end it
-                command,
-                stdin=pipe,
-                stdout=pipe,
+            process = self._own.process = subprocess.Popen(  # noqa: S603 - this file
+                [sys.executable, "-c", program, __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                env=environment,
-                start_new_session=True,
+                env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # others would count as memory of the form
+                start_new_session=True,  # signals to a group do not end it
             )
             weakref.finalize(self, _end, process)
         assert process.stdin is not None
@@ -102,12 +98,8 @@ def parser_limits() -> LLParserLimits:
     return LLParserLimits(max_items_in_row=_MAX_ITEMS)
 
 
-def problem_of(matcher: LLMatcher) -> str:
-    """Return what llguidance says, without its dump of the state."""
-    return without_state(matcher.get_error())
-
-
 def without_state(problem: str) -> str:
+    """Return what llguidance says, without its dump of the state."""
     problem = problem.partition("\n<state>")[0].strip()[:_MAX_CHARACTERS]
     return _SAID.get(problem, problem)
 
@@ -159,7 +151,7 @@ def _compile(form: dict[str, Any], results: int) -> None:
     try:
         grammar = _after_reasoning(_grammar_of(form), form["reasoning"], form["marks"])
         matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
-        problem = problem_of(matcher)
+        problem = without_state(matcher.get_error())
     except MemoryError:
         return
     except BaseException as error:  # noqa: BLE001 - a grammar in no known syntax, or a panic of llguidance
@@ -228,7 +220,6 @@ def _place_of(schema: dict[str, Any], problem: str) -> str:
 
 
 def _parts_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the schemas in a schema, each with its place."""
     for keyword in _MAPS:
         if isinstance(several := schema.get(keyword), Mapping):
             yield from ((f".{keyword}.{name}", part) for name, part in several.items() if isinstance(part, Mapping))
@@ -251,7 +242,6 @@ def drop_other_formats(schema: dict[str, Any]) -> None:
 
 
 def _close(schema: Any) -> None:
-    """Forbid properties that an object's schema does not name."""
     if isinstance(schema, dict):
         if ("properties" in schema or "patternProperties" in schema) and "additionalProperties" not in schema:
             schema["additionalProperties"] = False

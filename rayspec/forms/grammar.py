@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rayspec.errors import ConfigError, GrammarError, naming_the_extra
-from rayspec.forms.checker import MOST_S, QUICK_S, FormChecker, parser_limits, problem_of, without_state
+from rayspec.forms.checker import MOST_S, QUICK_S, FormChecker, parser_limits, without_state
 from rayspec.structured import END_OF_THINK, FORMS, THINK, StructuredOutputsParams
 
 if TYPE_CHECKING:  # an extra
@@ -192,7 +192,7 @@ class Grammars:
             first.unsafe_compute_mask_ptr(mask.data_ptr(), mask.nbytes)
             mask_s = time.thread_time() - start_s
         if first.is_error():
-            raise GrammarError(f"structured_outputs.{name}: {problem_of(first)}")
+            raise GrammarError(f"structured_outputs.{name}: {without_state(first.get_error())}")
         num_kept_bytes = num_bytes
         with self._lock:
             for kept, future in reversed(list(self._kept.items())):
@@ -242,11 +242,10 @@ def _yield_to_others() -> None:
 
 
 class Constraint:
-    """Which tokens may follow in one sequence. Only one thread uses it; in one process, engine and head share it.
-
-    Its methods wait for other threads' work for `patience_s` at most, and return less then; all but the mask after the
-    committed tokens, which is there once it `is_ready`. error: why the output has lost its form; "" while it has not.
-    """
+    """Which tokens may follow in one sequence. Only one thread uses it; in one process, engine and head share it. Its
+    methods wait for other threads' work for `patience_s` at most, and return less then; all but the mask after the
+    committed tokens, which is there once it `is_ready`. error: why the output has lost its form; "" while it has
+    not."""
 
     def __init__(self, grammars: Grammars, form: StructuredOutputsParams, num_prompt_tokens: int) -> None:
         self.error = ""
@@ -291,8 +290,7 @@ class Constraint:
             return self._changed.wait_for(lambda: not self._todo, max(0.0, left_s))
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
-        """Consume those committed tokens of the sequence that are new. token_ids: with the prompt. Tokens after the end
-        of the output are ignored."""
+        """Consume those committed tokens that are new, up to the end of the output. token_ids: with the prompt."""
         new = list(token_ids[self._num_read :])
         if not new:
             return
@@ -324,13 +322,11 @@ class Constraint:
         return torch.stack([free if mask is None else mask for mask in found])
 
     def is_late(self, before: Sequence[int]) -> bool:
-        """Whether the mask after these uncommitted tokens was late for the last call of `masks`. What was chosen there
-        must then be dropped."""
+        """Whether the last call of `masks` had no mask after these tokens; a token chosen there must be dropped."""
         return tuple(before) in self._late
 
     def allowed(self, token_ids: Sequence[int], parents: Sequence[int] = ()) -> list[int]:
-        """Return the indices of those drafted tokens that may come; of a slow form, none. parents: as in
-        `RoundEntry`."""
+        """Return the indices of drafted tokens that may come; of a slow form, none. parents: as in `RoundEntry`."""
         paths: list[tuple[int, ...]] = [()]
         for token, parent in zip(token_ids, parents or range(len(token_ids)), strict=True):
             paths.append((*paths[parent], token))
@@ -339,8 +335,7 @@ class Constraint:
         return [at for at, path in enumerate(paths[1:]) if self._allows(path[:-1], path[-1])]
 
     def forced(self, num_tokens: int) -> list[int]:
-        """Return at most `num_tokens` tokens that must come next, unless the model splits their text differently; of a
-        slow form, none."""
+        """Return at most `num_tokens` tokens that must come next, if the model splits the text so; none if slow."""
         if num_tokens <= 0 or self.is_slow or not self._ask(partial(self._force, num_tokens)):
             return []
         return self._forced
@@ -383,8 +378,7 @@ class Constraint:
         self._submit()
 
     def _timed(self, call: Callable[..., Result], *given: Any) -> Result:
-        """Call llguidance, and count its time. Python's own is not the form's: a collection of garbage takes as long as
-        the program is large."""
+        """Call llguidance, and count its time, without that of Python, such as collections of garbage."""
         start_s = time.thread_time()
         try:
             return call(*given)
@@ -416,8 +410,6 @@ class Constraint:
             self._walk([()])
 
     def _broken_by(self, token: int, num_before: int) -> str:
-        """Return the error of a token that the form does not take: no other was left, or llguidance, at its limits of
-        the form, takes none."""
         return (
             f"structured_outputs: token {token} breaks the form after {len(self._consumed) + num_before} tokens: "
             "other parameters, such as allowed_token_ids, leave none that the form allows, or the form is too hard to "
@@ -440,17 +432,15 @@ class Constraint:
         self._forced = tokens[:num_tokens]
 
     def _walk(self, befores: Sequence[Sequence[int]]) -> None:
-        """Make the masks after each of these sequences of tokens, and after what they begin with. If the form is slow,
-        only the first. Afterwards the state is as before."""
+        """Make the masks after each of these sequences and after their beginnings; of a slow form, only the first."""
         path: tuple[int, ...] = ()
         for before in sorted(map(tuple, befores)):
             if before in self._masks:
                 continue
             if (state := self._state()) is None:
                 return
-            num_common = sum(
-                1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, before, strict=False))
-            )
+            common = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, before, strict=False))
+            num_common = sum(1 for _ in common)
             if num_common < len(path):
                 self._timed(state.rollback, len(path) - num_common)
             path = path[:num_common]
@@ -486,8 +476,7 @@ class Constraint:
         return mask is not None and 0 <= token < 32 * len(mask) and bool(int(mask[token >> 5]) >> (token & 31) & 1)
 
     def _renew(self) -> bool:
-        """Begin anew with a lexer of this sequence alone: that of all may be full. Return whether that may help: not
-        twice without a committed token."""
+        """Begin anew with a lexer of this sequence alone: that of all may be full. Return whether that may help."""
         if self._num_at_renewal == len(self._consumed):
             return False
         self._num_at_renewal = len(self._consumed)
@@ -521,5 +510,5 @@ def _has_ended(matcher: LLMatcher) -> bool:
 
 def _named(matcher: LLMatcher) -> str:
     """Return what llguidance says, after the name of the option; an empty text if it says nothing."""
-    problem = problem_of(matcher)
+    problem = without_state(matcher.get_error())
     return problem and f"structured_outputs: {problem}"

@@ -34,7 +34,7 @@ class WholeShard(Shard):
         model = load_weights(self._config, layers=layers, with_embedding=with_embedding)
         weights = tensors_fingerprint(model.state_dict().values())
         as_stage(model, layers)
-        threads = Threads.of_all_passes(torch.get_num_threads())
+        threads = Threads(torch.get_num_threads(), torch.get_num_threads())
         self.span = WholeSpan(model, threads=threads, is_last=self._is_last)
         if self.stage:
             check_received(model)

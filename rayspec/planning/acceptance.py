@@ -27,8 +27,7 @@ def shrink(matches: float, total: float, prior: float) -> float:
 
 
 def estimated_acceptance(similarity: float, num_agreed: int, num_tokens: int) -> float:
-    """Estimate a draft's acceptance by the share of the captured tokens on which it agreed, with its similarity as the
-    prior."""
+    """Estimate a draft's acceptance by the captured tokens on which it agreed, with its similarity as the prior."""
     return shrink(num_agreed, num_tokens, min(max(similarity, 0.0), 1.0))
 
 
@@ -41,10 +40,6 @@ class Decision:
     num_draft_tokens: int
     tpt: float
     plain_tpt: float
-
-    @property
-    def predicted_gain(self) -> float:
-        return self.tpt / self.plain_tpt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +119,6 @@ class DraftWhileWorth(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     row_s: float
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
         surplus = np.asarray(self.survivals(confidences)) * self.usual - self.rate * self.row_s
         takes_part = surplus > 0
         pays = float(surplus[takes_part].sum()) > self.rate * self.step_s
@@ -180,7 +174,6 @@ class DraftUntilFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     drafting_gain: float
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
         return self.worth(confidences)
 
     def num_looked_up(self, sound: float, match_classes: Sequence[int]) -> int:

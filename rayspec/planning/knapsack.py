@@ -36,8 +36,7 @@ class Expansion(Protocol):
         """Return a batch of one state: the hidden states before sublayer 0."""
 
     def run(self, sublayer: int, choice: Choice, states: Any) -> Any:
-        """Return the batch after each state has run `sublayer` by `choice`, which is not skip. Must not change
-        `states`."""
+        """Return the batch after each state has run `sublayer` by `choice`, not skip. Must not change `states`."""
 
     def vary(self, sublayer: int, choices: Sequence[Choice], states: Any) -> Any:
         """Approximate cheaply what each state, which has run `sublayer` in full, would be after its own choice. For
@@ -179,8 +178,7 @@ def follow(choice_patterns: Sequence[Sequence[Choice]], expansion: Expansion) ->
 
 
 def quantize(seconds: Sequence[Mapping[Choice, float]]) -> list[dict[Choice, int]]:
-    """Return savings for `solve`, in units of total / UNITS, where total is the seconds of all in full. A skip may save
-    0.
+    """Return savings for `solve`, in units of 1 / UNITS of the seconds of all in full. A skip may save 0.
 
     seconds: for each sublayer, the seconds of each choice, `full` included. The result leaves out `full`. A choice
     other than `skip` must save a unit, and take less than CHEAPER_COST of the time in full, or of the time with the
@@ -199,7 +197,6 @@ def quantize(seconds: Sequence[Mapping[Choice, float]]) -> list[dict[Choice, int
 
 
 def _limits(gains: Sequence[Ints], max_saved: int, band: float | None) -> tuple[Ints, Ints]:
-    """Return the least and the most units that a state may have saved after each sublayer."""
     decided = np.cumsum([gain.max() for gain in gains], dtype=np.int64)
     total = int(decided[-1]) if len(decided) else 0
     low, high = np.zeros_like(decided), np.full_like(decided, max_saved)
@@ -224,8 +221,7 @@ def _kept(saved: Ints, similarity: Floats, min_similarity: float, max_states: in
 
 
 def _grow(sublayer: int, batch: _Batch, parents: Ints, choices: Sequence[Choice], expansion: Expansion) -> _Batch:
-    """Return a state for each of the rows `parents` of the batch and its choice. Each state runs once, in full; other
-    choices are derived from that."""
+    """Return a state for each of the rows `parents` and its choice. Each row runs once, in full; see `vary`."""
     runs = np.asarray([choice != SKIP for choice in choices])
     running = np.unique(parents[runs])
     in_full = _Batch(expansion.run(sublayer, FULL, _take(batch, running, expansion).states), len(running))
@@ -249,11 +245,9 @@ def _gather(batches: Sequence[_Batch], index: Ints, expansion: Expansion) -> _Ba
 
 
 def _thin(saved: Ints, similarity: Floats, num_kept: int) -> Ints:
-    """Return `num_kept` positions out of states by rising saved time, the first state included.
-
-    States on the concave hull of (saved, similarity) are taken first, evenly over saved time: the best draft of a hull
-    budget passes through hull states only. Then those farthest in saved time from the states taken.
-    """
+    """Return `num_kept` positions out of states by rising saved time, the first state included. States on the concave
+    hull of (saved, similarity) are taken first, evenly over saved time: the best draft of a hull budget passes through
+    hull states only. Then those farthest in saved time from the states taken."""
     hull = _hull(saved, similarity)
     targets = np.linspace(saved[0], saved[-1], num_kept)
     taken = np.unique(hull[np.abs(saved[hull] - targets[:, None]).argmin(axis=1)] if len(hull) > num_kept else hull)

@@ -58,8 +58,7 @@ _HALF_LIFE = 1.0  # rounds, or chunks
 
 class Discounted:
     """An exponentially discounted mean: observed totals over observed weights. Both halve whenever `half_life` of
-    further weight, or of explicit age, has been added. prior: the value before the first observation, which counts as
-    an observation of weight `strength`."""
+    further weight, or of explicit age, has been added. prior: the first value, an observation of weight `strength`."""
 
     def __init__(self, half_life: float, *, prior: float = 0.0, strength: float = 0.0) -> None:
         self._half_life = half_life
@@ -82,8 +81,7 @@ class Discounted:
         return (self.total + strength * prior) / weight if weight else prior
 
     def observe(self, total: float, weight: float = 1.0, *, age: float | None = None) -> None:
-        """Add observations with this summed value and weight. age: by how much all earlier observations get older;
-        None: by the weight."""
+        """Add observations of this summed value and weight. age: that earlier ones get older by; None: the weight."""
         fade = 0.5 ** ((weight if age is None else age) / self._half_life)
         self.total = self.total * fade + total
         self.weight = self.weight * fade + weight
@@ -171,8 +169,7 @@ def _logit(probability: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRule:
-    """How often a rule ends drafts early. detects: after a token that will be rejected. misfires: after a token that
-    will be accepted."""
+    """How often a rule ends drafts early, after a token that will be rejected (detects), or accepted (misfires)."""
 
     detects: float = 0.0
     misfires: float = 0.0
@@ -200,13 +197,11 @@ def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> tu
 
 
 class DraftWhileSure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Continue a draft until its last token's probability is below `threshold`: the rule of other self-speculative
-    decoders. The rule is serializable, and can be sent to the process that drafts."""
+    """Draft until the last token's probability is below `threshold`: the rule of other self-speculative decoders."""
 
     threshold: float
 
     def __call__(self, confidences: Sequence[Sequence[float]]) -> list[bool]:
-        """Return for each sequence whether it drafts one more token. confidences: of its drafted tokens so far."""
         return [one[-1] >= self.threshold for one in confidences]
 
 
@@ -230,19 +225,17 @@ class StopRecord:
 
 
 class AnswerLength:
-    """Learns how likely a token is the last of an answer that ends by itself. Tokens of unfinished answers count too;
-    so short answers, which end first, do not bias it."""
+    """Learns how likely a token is the last of an answer that ends by itself, also from tokens of unfinished ones."""
 
     def __init__(self) -> None:
         self._ends = Discounted(ANSWERS_HALF_LIFE)  # ends per token
 
     def observe(self, *, num_tokens: int, num_ends: int) -> None:
-        """Record tokens that were generated, and how many of them ended an answer before its limit."""
+        """num_ends: of the tokens, those that ended an answer before its limit."""
         self._ends.observe(num_ends, num_tokens, age=num_ends)
 
     def expected(self, limit: int) -> float:
-        """Return how many of at most `limit` tokens a request is expected to generate; `limit` until an answer has
-        ended by itself."""
+        """Return how many tokens of at most `limit` are expected; `limit` until an answer has ended by itself."""
         chance = self._ends.value
         return (1 - (1 - chance) ** limit) / chance if chance else float(limit)
 
@@ -255,7 +248,7 @@ class PrefillPace:
         self._row_s = Discounted(_HALF_LIFE)
 
     def observe(self, seconds: float, *, num_chunk_rows: int, has_round: bool) -> None:
-        """Record the seconds of a round, of chunks, or of both together. num_chunk_rows: 0 without chunks."""
+        """seconds: of a round, of chunks (of so many rows), or of both together."""
         if num_chunk_rows == 0:
             self._round_s.observe(seconds)
         else:
@@ -275,16 +268,9 @@ class Trigger:
     `patience_tokens` of one sequence. At least `cooldown_tokens` lie between two searches. Each search that leaves the
     decision unchanged doubles both numbers, up to `max_patience_tokens`."""
 
-    def __init__(
-        self,
-        *,
-        cooldown_tokens: int = COOLDOWN_TOKENS,
-        patience_tokens: int = round(TOKENS_HALF_LIFE),
-        max_patience_tokens: int = MAX_PATIENCE_TOKENS,
-    ) -> None:
-        self._cooldown_tokens = cooldown_tokens
-        self._patience_tokens = patience_tokens
-        self._max_patience_tokens = max_patience_tokens
+    cooldown_tokens, patience_tokens, max_patience_tokens = COOLDOWN_TOKENS, TOKENS_HALF_LIFE, MAX_PATIENCE_TOKENS
+
+    def __init__(self) -> None:
         # Context and batch of the last decision (a plan, or no draft), and the acceptance that was expected then.
         self._decided: tuple[float, float, float | None] | None = None
         self._num_unchanged = 0
@@ -298,8 +284,7 @@ class Trigger:
         self._num_tokens += num_tokens
 
     def planned(self, *, changed: bool, context: float, batch: float, expected_acceptance: float | None = None) -> None:
-        """Record the end of a search. changed: the decision differs from the one before. expected_acceptance: of the
-        plan; None for no draft."""
+        """Record the end of a search. changed: the decision. expected_acceptance: of the plan; None for no draft."""
         self._decided = (context, batch, expected_acceptance)
         self._num_unchanged = 0 if changed else self._num_unchanged + 1
         self._num_tokens = 0.0
@@ -309,7 +294,7 @@ class Trigger:
         """Return why a search is due now; None if no search is due."""
         if self._decided is None:
             return "no plan yet"
-        if self._num_tokens < self._backed_off(self._cooldown_tokens):
+        if self._num_tokens < self._backed_off(self.cooldown_tokens):
             return None
         context_then, batch_then, expected = self._decided
         for name, now, then in (("context", context, context_then), ("batch", batch, batch_then)):
@@ -320,9 +305,9 @@ class Trigger:
             error = math.sqrt(inside * (1 - inside) / self._acceptance.weight)
             if abs(self._acceptance.value - expected) > NUM_ERRORS * error:
                 return f"acceptance is {self._acceptance.value:.2f}, not {expected:.2f} as expected"
-        if self._num_tokens >= self._backed_off(self._patience_tokens):
+        if self._num_tokens >= self._backed_off(self.patience_tokens):
             return f"{self._num_tokens:.0f} tokens since the last search"
         return None
 
-    def _backed_off(self, num_tokens: int) -> float:
-        return min(num_tokens * 2.0 ** min(self._num_unchanged, 30), self._max_patience_tokens)
+    def _backed_off(self, num_tokens: float) -> float:
+        return min(num_tokens * 2.0 ** min(self._num_unchanged, 30), self.max_patience_tokens)

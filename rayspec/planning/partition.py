@@ -1,5 +1,4 @@
-"""The decoder layers of each pipeline stage: a partition that minimises the time of the slowest stage, within memory. A
-stage holds whole layers."""
+"""The decoder layers of each pipeline stage: a partition that minimises the slowest stage's time, within memory."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """Memory and time of a decoder layer, or of one of the two ends of the model. seconds: of one step, for the device
-    of each stage."""
+    """Memory and time of a decoder layer, or of an end of the model. seconds: of a step, on each stage's device."""
 
     weight_bytes: int
     kv_bytes: int = 0
@@ -43,8 +41,7 @@ class LayerCost:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCosts:
     """The parts of the model in order. The first stage also holds the embedding, the last stage the final norm and the
-    LM head. starts: layers that can begin a stage; by default all. embedding_everywhere: whether every stage holds the
-    embedding."""
+    LM head. starts: layers that can begin a stage; None: all. embedding_everywhere: whether every stage holds it."""
 
     embedding: LayerCost
     layers: tuple[LayerCost, ...]
@@ -121,8 +118,7 @@ def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int
 
 
 def bytes_missing(costs: ModelCosts, devices: Sequence[Device]) -> int:
-    """Return the bytes that the best partition lacks, summed over stages. Raises ConfigError if there are more stages
-    than layers."""
+    """Return the bytes that the best partition lacks, summed over stages. Raises ConfigError for too many stages."""
     _check(costs, devices)
     return int(_best_cut(np.maximum(_bytes_over(costs, devices), 0), np.add)[0])
 

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 from typing import TypeAlias
 
 import numpy as np
@@ -102,8 +103,7 @@ class _PassCosts:
         head_rows: int | None = None,
     ) -> list[tuple[int, float]]:
         """Return the stages that a pass visits, in order, and the seconds on each. choices: of a draft step; None: all
-        in full. prefix: leading sublayers that run only one row per sequence, as in a verify. head_rows: rows of the
-        head, if they are others."""
+        in full. prefix: leading sublayers that run only one row per sequence. head_rows: of the head, if others."""
         shape = (rows, batch, choices, prefix, head_rows)
         if shape not in self._known:
             latency, stages = self._latency, np.asarray(self._latency.stages)
@@ -140,8 +140,7 @@ class _Server:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A request. context: computed tokens. num_missing: prompt tokens still to compute. num_left: answer tokens still
-    to commit."""
+    """context: computed tokens. num_missing, num_left: tokens of the prompt to compute, and of the answer to commit."""
 
     context: int
     num_missing: int
@@ -156,11 +155,9 @@ class _Cohort:
 
 
 class _Replica:
-    """The engine, which starts the next work of each cohort, and the stages, as queues.
-
-    The engine runs next to the first stage: only the way back from the last stage is a hop. A stage that was idle for
-    longer than wake_s takes wake_s more. A single stage has neither.
-    """
+    """The engine, which starts the next work of each cohort, and the stages, as queues. The engine runs next to the
+    first stage: only the way back from the last stage is a hop. A stage that was idle for longer than wake_s takes
+    wake_s more. A single stage has neither."""
 
     def __init__(
         self,
@@ -211,8 +208,7 @@ class _Replica:
         heapq.heappush(self._events, (self._now + seconds, next(self._order), happen))
 
     def _go_on(self, work: _Work, patience_s: float = 0.0) -> None:
-        """Put the work into the queue of the next server that it visits; its generator runs to its end after the last.
-        patience_s: how long the work lets later arrivals go first."""
+        """Put the work into the queue of the next server that it visits, behind arrivals until `patience_s` later."""
         for number, seconds in itertools.islice(work, 1):
             server = self._servers[number]
             heapq.heappush(server.inbox, (self._now + patience_s, next(self._order), seconds, patience_s, work))
@@ -220,7 +216,6 @@ class _Replica:
                 self._serve(number)
 
     def _serve(self, number: int) -> None:
-        """Start the work that is due first, if any work waits."""
         server = self._servers[number]
         server.working = bool(server.inbox)
         if not server.working:
@@ -241,7 +236,6 @@ class _Replica:
         self._after(seconds, end)
 
     def _start(self, cohort: _Cohort) -> None:
-        """Start the next prefill and round of a cohort that has no work under way."""
         # The prompt tokens to run next, in the order of the members, up to `chunk_tokens` in total.
         budget, chunks = self._workload.chunk_tokens, []
         for sequence in cohort.members:
@@ -262,7 +256,7 @@ class _Replica:
 
     def _prefill(self, cohort: _Cohort, chunks: Sequence[tuple[_Sequence, int]]) -> _Work:
         yield from self._prefill_costs.visits(
-            _mean_context([sequence for sequence, _ in chunks]),
+            fmean(sequence.context for sequence, _ in chunks),
             rows=sum(count for _, count in chunks),
             batch=len(chunks),
             head_rows=sum(sequence.num_missing == count for sequence, count in chunks),
@@ -278,7 +272,8 @@ class _Replica:
         self._finish(cohort)
 
     def _round(self, cohort: _Cohort, sequences: Sequence[_Sequence]) -> _Work:
-        drafting, batch, context, started = self._drafting, len(sequences), _mean_context(sequences), self._now
+        drafting, batch, started = self._drafting, len(sequences), self._now
+        context = fmean(sequence.context for sequence in sequences)
         lengths, prefix = [0] * batch, 0
         if drafting is not None:
             lengths = [min(drafting.num_draft_tokens, sequence.num_left - 1) for sequence in sequences]
@@ -308,7 +303,3 @@ class _Replica:
             load = self._workload
             sequence.context, sequence.sent_s = 0, self._now
             sequence.num_missing, sequence.num_left = load.prompt_tokens, load.output_tokens or _ENDLESS
-
-
-def _mean_context(sequences: Sequence[_Sequence]) -> float:
-    return sum(sequence.context for sequence in sequences) / len(sequences)

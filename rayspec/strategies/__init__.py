@@ -1,3 +1,2 @@
 """The strategies, one file for each method: how rounds draft. Each implements `decode.strategy.Strategy`; `by_name`
-makes them, and `gate.Gated` switches drafting off where it is slower. No forward pass, and no decision that is a
-function of numbers (planning/)."""
+makes them, and `gate.Gated` switches drafting off where it is slower. No forward pass; pure decisions: planning/."""

@@ -59,8 +59,7 @@ class ExitRecord:
 
 
 class DEL(PeriodicStrategy):
-    """It does not draft while no exit is predicted to be faster. Raises ConfigError for a model of one layer, which has
-    no exits."""
+    """It does not draft while no exit is predicted to be faster. Raises ConfigError for a model of one layer."""
 
     source = "del"
 

@@ -70,8 +70,7 @@ def lookahead_plan(num_sublayers: int) -> Plan:
 
 
 def early_exit_plan(options: SpeculationOptions, num_sublayers: int) -> Plan:
-    """Return the plan that runs all layers before the exit layer in full, and skips the others. Raises ConfigError if
-    the model has no such layer."""
+    """Return the plan that skips the layers from the exit layer on. Raises ConfigError if there is no such layer."""
     num_layers = num_sublayers // 2
     exit_layer = max(1, num_layers // 4) if options.exit_layer is None else options.exit_layer
     if exit_layer >= num_layers:

@@ -43,8 +43,7 @@ FIRST_ROUNDS, FIRST_SHARE, SAVING_SHARE = 12.0, 0.005, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A way's plan, and its predicted tokens per second over the batch. shorter: gives the rate of drafts of at most so
-    many tokens."""
+    """A way's plan, and its predicted tokens per second over the batch. shorter: function from a draft length to it."""
 
     plan: Plan
     rate: float
@@ -133,8 +132,7 @@ class Gate:
     def observe(
         self, state: BatchState, taken: Taken, num_tokens: float, seconds: float, *, counts: bool = True
     ) -> None:
-        """Record a finished round: tokens committed over the batch, and seconds. counts: whether it says anything about
-        the speed of its way."""
+        """num_tokens: committed over the batch. counts: whether the round says anything about the speed of its way."""
         way, predicted = taken.way, taken.rates
         self._elapsed_s += seconds
         self._num_outstanding = max(state.num_outstanding_tokens - num_tokens, 0)
@@ -176,8 +174,7 @@ class Gate:
             self._records.pop(way, None)
 
     def factor(self, way: Way) -> float:
-        """Return the measured over the predicted rate of a way. For a trusted way the prediction counts as one more
-        round, so that it is not abandoned forever."""
+        """Return a way's measured over its predicted rate. A trusted way always has one round as predicted."""
         return self._records[way].factor(prior_rounds=way in self._trusted) * self._pace(way)
 
     def rate(self, way: Way, predicted: Mapping[Way, float]) -> float:
@@ -206,8 +203,7 @@ class Gate:
         return f"drafting is {switch} (measured {gain:.2f}x plain decoding, predicted {predicted:.2f}x)"
 
     def _pace(self, way: Way) -> float:
-        """Return the recent factor of plain decoding, which scales the other ways; 1 for itself. A machine
-        that is slower than predicted is slower for all ways."""
+        """Return the recent factor of plain decoding: a machine that is slower than predicted is so for all ways."""
         return 1.0 if way == PLAIN else self._records[PLAIN].factor()
 
     def _error(self, way: Way, predicted: Mapping[Way, float]) -> float:

@@ -77,8 +77,7 @@ _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, 
 
 @dataclass(slots=True)
 class Candidate:
-    """A draft that the last search found. num_agreed: of `num_captured` tokens, those on which draft and target agree.
-    used: accepted over tested tokens."""
+    """A draft that a search found. num_agreed: of `num_captured` tokens. used: accepted over tested tokens."""
 
     choices: Choices
     similarity: float
@@ -141,8 +140,7 @@ class KnapSpec:
         return self._question is not None and self._asked is None
 
     def rate(self, state: BatchState, longest: int | None = None) -> float:
-        """Return the predicted tokens per second of one sequence for the plan in use, with drafts of at most `longest`
-        tokens."""
+        """Return the predicted tokens per second of one sequence by the plan in use. longest: of its drafts."""
         candidate = self._in_use
         assert candidate is not None, "there is a plan in use"
         context = state.context // _CONTEXT_GRID * _CONTEXT_GRID
@@ -222,8 +220,7 @@ class KnapSpec:
         return None
 
     def acceptance_of(self, candidates: Sequence[Candidate]) -> list[float]:
-        """Return the expected acceptance of each candidate: its corrected estimate is the prior for its own
-        observations."""
+        """Return each candidate's expected acceptance: its observations, with the corrected estimate as the prior."""
         corrected = self._correction.apply([candidate.estimate for candidate in candidates])
         return [
             shrink(one.used.total, one.used.weight, float(prior))
@@ -287,8 +284,7 @@ class KnapSpec:
                 return
 
     def _gain_to_expect(self, state: BatchState) -> float:
-        """Return the gain over plain decoding of the fastest draft that a search may find, if it agrees with the target
-        on all captured tokens. The prior of its acceptance is one half."""
+        """Return the gain of the fastest draft that a search may find, if it agrees on all captured tokens."""
         context, batch = state.context, state.batch
         plain_s = self._latency.decode_step_s(context=context, batch=batch)
         sublayers_s = float(self._latency.sublayers_s(rows=batch, context=context, batch=batch).sum())
@@ -318,8 +314,7 @@ class KnapSpec:
         return max(states_s + len(alone - {FULL}) * choice_s, len(question.savings) * self._latency.search_s)
 
     def _conclude(self, state: BatchState, asked: Future[Answer]) -> PlanRecord | None:
-        """Replace the known candidates by those of a search, keep the one in use, and choose the best. A cancelled
-        search starts again later; a failed search counts as no change."""
+        """Choose the best of a search's candidates and the one in use. A cancelled search starts again later."""
         self._asked = None
         if asked.cancelled():
             return None
@@ -360,7 +355,6 @@ class KnapSpec:
         return best, None if best.candidate is None else self._candidates[best.candidate]
 
     def _decide(self, state: BatchState, reason: str, spent_s: float) -> PlanRecord:
-        """Use the best of the known candidates, or no draft."""
         before = self.plan.choices if self.plan.drafts else None
         self._rates.clear()
         best, self._in_use = self._best_known(state)
@@ -389,8 +383,7 @@ def copies_alone(options: SpeculationOptions, latency: LatencyModel) -> list[Can
 
 
 def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
-    """Return the drafts that run all sublayers by the same choice, or by the nearest that saves time. They work with
-    any model."""
+    """Return the drafts that run all sublayers by the same choice, or by the nearest that saves time."""
     ways = dict.fromkeys(choice for each in savings for choice in each if choice != SKIP)
     patterns = dict.fromkeys(tuple(nearest(choice, each) for each in savings) for choice in ways)
     return [choices for choices in patterns if num_leading_full(choices) < len(choices)]
@@ -398,8 +391,7 @@ def uniform_patterns(savings: Sequence[Mapping[Choice, int]]) -> list[Choices]:
 
 class Auto:
     """KnapSpec finds plans; the gate decides which rounds use them. Every round compares the proposed tokens with the
-    committed tokens; so their acceptance is learned without trials. looks_up: False for the strategy "knapspec". known,
-    trigger: see `KnapSpec`."""
+    committed tokens; so their acceptance is learned without trials. looks_up: False for the strategy "knapspec"."""
 
     def __init__(
         self,
@@ -486,7 +478,6 @@ class Auto:
         )
 
     def _ways(self, state: BatchState) -> dict[str, Proposed]:
-        """Return the ways available to the round, each with its plan and predicted rate."""
         batch, own = state.batch, self._knapspec.plan
         plain_rate = batch / self._latency.decode_step_s(context=state.context, batch=batch)
         ways = {PLAIN: Proposed(self._no_draft, plain_rate)}

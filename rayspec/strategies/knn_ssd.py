@@ -156,8 +156,7 @@ class KnnSSD:
 
     def _classify(self, name: str, ask: Ask) -> None:
         """Ask for the feature of a sequence, or classify the sequence by the answer. If the captured token is gone, the
-        question failed or the feature has no direction, it has no domain. If the question was cancelled, it is asked
-        again later."""
+        question failed or the feature has no direction, it has no domain. A cancelled question is asked again."""
         asked = self._asked.pop(name, None) or ask(Feature(num_tokens=1), name)
         if asked is not None and not asked.done():
             self._asked[name] = asked
@@ -175,7 +174,6 @@ class KnnSSD:
             del self._drafter_by_sequence[next(iter(self._drafter_by_sequence))]
 
     def _classified(self, features: Values) -> Strategy:
-        """Return the drafter of the text with this feature."""
         try:
             domain, distance = nearest(self._anchors, features.values)
         except ValueError as error:

@@ -103,8 +103,7 @@ class MaskSearch:
 
 def upper_bound(observed: Masks, scores: Floats, candidates: Masks) -> Floats:
     """Return [num_candidates]: mean + 2.5 standard deviations of a Gaussian process (Matern 5/2) fitted to the scores
-    of `observed`, with the likeliest of a few lengths. observed: [num_observed, free]; candidates: [num_candidates,
-    free]."""
+    of `observed` [num_observed, free], with the likeliest of a few lengths. candidates: [num_candidates, free]."""
     # Imported here: the import takes a second, which only users of this search should wait for.
     from sklearn.gaussian_process import GaussianProcessRegressor  # noqa: PLC0415
     from sklearn.gaussian_process.kernels import Matern  # noqa: PLC0415

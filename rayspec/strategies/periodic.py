@@ -29,8 +29,7 @@ _STEP = 0.01
 
 
 def num_tested(result: RoundResult) -> int:
-    """Return the draft tokens up to and with the first rejected token of each draft. A tree counts by its longest
-    path."""
+    """Return the draft tokens up to and with the first rejected one of each draft; of a tree, of its longest path."""
     return sum(min(count + 1, one.length) for count, one in zip(result.num_accepted, result.drafts, strict=True))
 
 

@@ -32,11 +32,7 @@ _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _Strict(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all parts of the file; decoding rejects unknown fields."""
-
-
-class ModelIdentity(_Strict, frozen=True, kw_only=True):
+class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that a plan belongs to. Models are compared by `weights` (a fingerprint) and `num_sublayers`."""
 
     name: str
@@ -55,7 +51,7 @@ class ModelIdentity(_Strict, frozen=True, kw_only=True):
         )
 
 
-class SavedPlan(_Strict, frozen=True, kw_only=True):
+class SavedPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan, and its acceptance and speed when it was saved.
 
     domain: the kind of text; "" for any text. threshold: confidence below which drafts ended; None: drafts reached
@@ -96,7 +92,7 @@ class SavedPlan(_Strict, frozen=True, kw_only=True):
         )
 
 
-class SavedPlans(_Strict, frozen=True, kw_only=True):
+class SavedPlans(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: ModelIdentity
     plans: tuple[SavedPlan, ...]
     format: str = FORMAT
@@ -126,8 +122,7 @@ class SavedPlans(_Strict, frozen=True, kw_only=True):
         return plan
 
     def within(self, ways: Sequence[Collection[Choice]]) -> SavedPlans:
-        """Return a copy whose plans run each sublayer by the possible choice (of `ways`) that is nearest to the saved
-        choice."""
+        """Return a copy whose plans run each sublayer by the choice (of `ways`) that is nearest to the saved one."""
         plans = [msgspec.structs.replace(plan, choices=tuple(map(nearest, plan.choices, ways))) for plan in self.plans]
         return SavedPlans(model=self.model, plans=tuple(plans))
 

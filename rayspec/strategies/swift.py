@@ -32,8 +32,7 @@ _TREE_WIDTHS = (1, 3, 5, 10)
 
 class Swift(PlanStrategy):
     """Until the search ends, each round tries one set, and each new best set becomes the plan. The seconds of tries
-    without a gain are reported with the next gain. Raises ConfigError if the ratio skips no sublayer between the first
-    and the last layer."""
+    without a gain are reported with the next gain. Raises ConfigError for a model of too few layers."""
 
     source = "swift"
 
@@ -60,7 +59,6 @@ class Swift(PlanStrategy):
 
     @property
     def _end(self) -> str | None:
-        """Why the search is over; None while it continues."""
         if self._best_score > _MAX_SCORE:
             return f"a set agrees on {self._best_score:.1%} of the tokens"
         if self._num_without_gain >= _MAX_TRIES_WITHOUT_GAIN:

@@ -1,5 +1,4 @@
-"""Tuning of plans before their use: real generation from calibration prompts, with one plan after another, by the
-drafts and the rule of Self-SD."""
+"""Tuning of plans before their use: generation from calibration prompts by one plan after another, as in Self-SD."""
 
 from __future__ import annotations
 
@@ -134,10 +133,8 @@ def tune_domains(
 
 
 def features_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Sequence[float]]:
-    """Return [num_prompts, hidden_size]: the last state of the first answer token of each prompt, run by itself.
-
-    Raises the error of a failed prompt, and ConfigError for a prompt that leaves no room for two tokens.
-    """
+    """Return [num_prompts, hidden_size]: the last state of the first answer token of each prompt, run by itself. Raises
+    the error of a failed prompt, and ConfigError for a prompt that leaves no room for two tokens."""
     features = []
     for prompt in prompts:
         classifier = _Classifier(engine.stages.num_sublayers)

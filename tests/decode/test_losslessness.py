@@ -331,7 +331,7 @@ def test_engine_and_head_share_an_index_made_while_the_prompt_is_read() -> None:
         engine.step()
         num_indexed.append(sequence.lookup.num_tokens)
     assert num_indexed == [32, 64, 96, 100]
-    assert engine.stages.head.sampler(sequence.sequence_id).lookup is sequence.lookup
+    assert engine.stages.head.samplers[sequence.sequence_id].lookup is sequence.lookup
 
 
 def test_in_two_stages_the_last_one_looks_up() -> None:

@@ -348,7 +348,7 @@ class LoopEngine:
         """Nothing is kept for sequences or rounds that are over, but for rows of rounds that were given up."""
         last = self.replica.parts[stage_name(self.replica.num_stages - 1)]
         unsaid = self.engine.stages._closed  # said with the next work
-        assert len(last.head._samplers) == len(unsaid)
+        assert len(last.head.samplers) == len(unsaid)
         assert not self.engine.stages._work
         for shard in self.replica.parts.values():
             assert not shard._scripts

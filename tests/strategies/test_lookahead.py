@@ -8,21 +8,29 @@ from tests.demo_model import EOS, demo_parts, demo_prompts
 from tests.engines import complete, engine_with, tokens_of
 from tests.strategy_cases import latency_model, state
 
-SMALL = {"num_levels": 3, "num_columns": 2, "max_guesses": 2}
+
+class Small(Lookahead):
+    num_levels, num_columns, max_guesses = 3, 2, 2
+
+
+class Narrow(Lookahead):
+    num_levels, num_columns = 4, 1
+
+
 PLAN = lookahead_plan(8)
 LENGTHS = (1, 37, 3, 61, 12)
 
 
 def test_the_window_is_a_tree_of_levels() -> None:
     """Two columns of two levels: (0, 0) follows the newest token, (0, 1) follows (0, 0), (1, w) follows (0, w)."""
-    lookahead = Lookahead([5], **SMALL)
+    lookahead = Small([5])
     assert lookahead.guess(5, max_tokens=9, max_depth=9) == Guess([5] * 4, [0, 1, 1, 2], 4)
     assert lookahead.guess(5, max_tokens=3, max_depth=9) == Guess()
     assert lookahead.guess(5, max_tokens=9, max_depth=2) == Guess()
 
 
 def test_ngrams_are_made_column_by_column_and_come_back_as_branches() -> None:
-    lookahead = Lookahead([5], **SMALL)
+    lookahead = Small([5])
     for probed in ([0, 0, 10, 20], [0, 0, 11, 21], [0, 0, 12, 22]):
         lookahead.observe([])  # a round without the window
         lookahead.observe(probed)
@@ -36,7 +44,7 @@ def test_ngrams_are_made_column_by_column_and_come_back_as_branches() -> None:
 
 
 def test_guesses_share_what_they_begin_with() -> None:
-    lookahead = Lookahead([1], num_levels=4, num_columns=1)
+    lookahead = Narrow([1])
     for ngram in ((1, 2, 3, 4), (1, 2, 5, 6)):
         lookahead.keep(ngram)
     guess = lookahead.guess(1, max_tokens=60, max_depth=60)

@@ -15,11 +15,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Of the published runs.
-_NUM_LEVELS = 5  # tokens of an n-gram
-_NUM_COLUMNS = 7  # n-grams that are made at the same time
-_MAX_GUESSES = 7  # n-grams kept, and verified, for each token that begins one
-
 
 @dataclass(slots=True)
 class Guess:
@@ -37,32 +32,24 @@ class Guess:
 
 
 class Lookahead:
-    """One sequence's window, and its pool: the latest `max_guesses` continuations of each token. token_ids: the text so
-    far; the window starts with random tokens of it."""
+    """One sequence's window, and its pool. token_ids: the text so far; the window starts with random tokens of it."""
 
-    def __init__(
-        self,
-        token_ids: Sequence[int],
-        *,
-        num_levels: int = _NUM_LEVELS,
-        num_columns: int = _NUM_COLUMNS,
-        max_guesses: int = _MAX_GUESSES,
-    ) -> None:
+    # Of the published runs: tokens of an n-gram; n-grams that are made at the same time; n-grams kept for each token
+    # that begins one, and verified.
+    num_levels, num_columns, max_guesses = 5, 7, 7
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
         chance = random.Random(0)
-        self._num_columns = num_columns
-        self._levels = [[chance.choice(token_ids) for _ in range(num_columns)] for _ in range(num_levels - 1)]
-        self._num_random_levels = num_levels - 1
-        self._max_guesses = max_guesses
+        self._num_random_levels = self.num_levels - 1
+        self._levels = [[chance.choice(token_ids) for _ in range(self.num_columns)] for _ in range(self.num_levels - 1)]
         self._continuations: dict[int, dict[tuple[int, ...], None]] = {}  # of each token, the latest last
 
     def guess(self, newest: int, *, max_tokens: int, max_depth: int) -> Guess:
-        """Return the tree to verify after the newest token: at most `max_tokens` tokens, at most `max_depth` deep.
-
-        The window has priority over drafts, because it makes the n-grams; it is left out if it does not fit.
-        """
+        """Return the tree to verify after the newest token: at most `max_tokens` tokens, at most `max_depth` deep. The
+        window has priority over drafts, because it makes the n-grams; it is left out if it does not fit."""
         guess = Guess()
-        num_probes = self._num_columns * len(self._levels)
-        if num_probes > max_tokens or self._num_columns + len(self._levels) - 1 > max_depth:
+        num_probes = self.num_columns * len(self._levels)
+        if num_probes > max_tokens or self.num_columns + len(self._levels) - 1 > max_depth:
             num_probes = 0
         for continuation in reversed(self._continuations.get(newest, {})):
             row = 0
@@ -76,7 +63,7 @@ class Lookahead:
                     break
         if num_probes:
             # The window: its first level is a chain; other tokens follow the token above them in their column.
-            above = [0] * self._num_columns
+            above = [0] * self.num_columns
             for level, tokens in enumerate(self._levels):
                 for column, token in enumerate(tokens):
                     parent = above[column] if level else (above[column - 1] if column else 0)
@@ -85,11 +72,10 @@ class Lookahead:
         return guess
 
     def observe(self, probed: Sequence[int]) -> None:
-        """Advance the window. probed: the target's likeliest token after each token of the window; empty if the window
-        was not verified."""
+        """Advance the window. probed: the target's likeliest token after each of its tokens; () if not verified."""
         if not probed:
             return
-        newest = list(probed[-self._num_columns :])
+        newest = list(probed[-self.num_columns :])
         if self._num_random_levels:
             self._num_random_levels -= 1
         else:
@@ -103,5 +89,5 @@ class Lookahead:
         rest = tuple(ngram[1:])
         continuations.pop(rest, None)
         continuations[rest] = None
-        if len(continuations) > self._max_guesses:
+        if len(continuations) > self.max_guesses:
             del continuations[next(iter(continuations))]

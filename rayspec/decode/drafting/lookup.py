@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -62,11 +63,9 @@ _PRIORS = (*_COPIED, *(right / 2 for right in _COPIED), *_RECYCLED, 0.15, 0.95)
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """Tokens that may come next, and the class of each (`match_classes`). Both are empty without any.
-
-    parents: for each token, the row that it follows, see `RoundEntry`; empty for a chain. survival: the probability of
-    each that it, and all that it follows, are right; falling. copied: the part that was copied, whole.
-    """
+    """Tokens that may come next, and the class of each (`match_classes`). Both are empty without any. parents: for each
+    token, the row that it follows, see `RoundEntry`; empty for a chain. survival: the probability of each that it, and
+    all that it follows, are right; falling. copied: the part that was copied, whole."""
 
     token_ids: tuple[int, ...] = ()
     match_classes: tuple[int, ...] = ()
@@ -75,8 +74,7 @@ class Proposal(msgspec.Struct, frozen=True):
     copied: Proposal | None = None
 
     def cut_by(self, constraint: Constraint, drafted: Sequence[int] = ()) -> Proposal:
-        """Return the proposal, a chain without survival, up to the first token that breaks the form of the output.
-        drafted: tokens before it."""
+        """Return the proposal, a chain, up to the first token that breaks the form. drafted: tokens before it."""
         num_allowed = len(constraint.allowed([*drafted, *self.token_ids])) - len(drafted)
         return msgspec.structs.replace(
             self,
@@ -92,10 +90,8 @@ NOTHING = Proposal()
 
 
 class LookupIndex:
-    """The ends of each n-gram in a growing text.
-
-    ngram: tokens that must match. shortest: tokens that suffice if no match is that long. source: OWN_TEXT or CORPUS.
-    """
+    """The ends of each n-gram in a growing text. ngram: tokens that must match. shortest: tokens that suffice if no
+    match is that long. source: OWN_TEXT or CORPUS."""
 
     def __init__(self, ngram: int, shortest: int | None = None, *, source: int = OWN_TEXT) -> None:
         self.ngram, self.shortest, self._source = ngram, shortest, source
@@ -107,8 +103,7 @@ class LookupIndex:
         return len(self._token_ids)
 
     def begin_as(self, other: LookupIndex, num_tokens: int) -> None:
-        """Begin with the first `num_tokens` of the text of another index, as far as it goes. An index that is not empty
-        stays as it is."""
+        """Begin with the first `num_tokens` of another index's text, as far as it goes, unless this one has a text."""
         if not self._token_ids:
             self._token_ids = other._token_ids[:num_tokens]
             for own, others in zip(self._ends, other._ends, strict=True):
@@ -127,10 +122,7 @@ class LookupIndex:
             ends.extend(self._token_ids)
 
     def propose(self, num_tokens: int, drafted: Sequence[int] = (), *, shorter: bool = True) -> Proposal:
-        """Propose at most `num_tokens` tokens that follow the text.
-
-        drafted: tokens that follow the text for this call only. They are not indexed. shorter: see `propose_after`.
-        """
+        """Propose tokens that follow the text and the tokens `drafted`, which are not indexed; see `propose_after`."""
         num_committed = len(self._token_ids)
         self._token_ids.extend(drafted)
         try:
@@ -191,11 +183,9 @@ def newest_of(text: Sequence[int], ngram: int = 0) -> array[int]:
 
 
 class _Ends:
-    """The ends of the n-grams of one length, found by hash. Different n-grams may have the same hash.
-
-    Sorted hashes find an n-gram of any text in a few comparisons and take 12 bytes a token. The newest n-grams are in a
-    dict, until there are enough of them to be sorted in.
-    """
+    """The ends of the n-grams of one length, found by hash. Different n-grams may have the same hash. Sorted hashes
+    find an n-gram of any text in a few comparisons and take 12 bytes a token. The newest n-grams are in a dict, until
+    there are enough of them to be sorted in."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -268,8 +258,7 @@ def match_classes(num_matched: int, supports: Sequence[int], source: int = OWN_T
 
 
 def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> NDArray[np.int64]:
-    """Return the classes of recycled tokens, by their probabilities when their place was last verified. is_pair:
-    whether that place followed the same two tokens, or only the same token."""
+    """Return the classes of recycled tokens, by their probabilities at the last verify, after a pair or one token."""
     first = _NUM_COPIED + (len(_PROBABILITIES) if is_pair else 0)
     return first - 1 + np.searchsorted(_PROBABILITIES, probabilities, side="right")
 
@@ -302,10 +291,7 @@ class LookupRecord:
         self._by_class[match_class] = self._classes[match_class].value
 
     def observe(self, match_classes: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
-        """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter.
-
-        match_classes: class of each proposed token.
-        """
+        """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter."""
         for at, one, other in zip(match_classes, proposed, committed, strict=False):
             self.observe_one(at, one == other)
             if one != other:
@@ -333,8 +319,7 @@ class Corpus:
         self._halves[0].extend([*text, END_OF_TEXT])
 
     def proposals(self, newest: array[int], num_tokens: int, *, shorter: bool = True) -> list[Proposal]:
-        """Return what each half proposes after the tokens `newest`, the newer half first, and what the given texts
-        propose. shorter: see `LookupIndex.propose_after`."""
+        """Return the proposals of the halves, the newer first, and of the given texts; see `propose_after`."""
         return [one.propose_after(newest, num_tokens, shorter=shorter) for one in (*self._halves, *self._given)]
 
 
@@ -349,8 +334,7 @@ def index_of(token_ids: Sequence[int]) -> LookupIndex | None:
 
 def read_texts(name: str) -> Iterator[str]:
     """Yield the texts of a file, read on demand: a text file in parts, or the column "text" or "summary" of a
-    JSON-lines or Parquet file, nulls left out. Raises ConfigError at the first text that cannot be read, and for a file
-    without any."""
+    JSON-lines or Parquet file, nulls left out. Raises ConfigError where no text can be read, or if there is none."""
     path = Path(name)
     readers = {".txt": _parts, ".md": _parts, ".jsonl": _of_lines, ".ndjson": _of_lines, ".parquet": _of_parquet}
     reader = readers.get(path.suffix.lower())
@@ -374,24 +358,20 @@ def _refusal(name: str, reason: str) -> ConfigError:
 
 
 def _parts(path: Path) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    with path.open("rb") as file:
-        while content := file.read(_BYTES_AT_ONCE):
-            yield decoder.decode(content)
-    decoder.decode(b"", final=True)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        while content := file.read(_CHARACTERS_AT_ONCE):
+            yield content
 
 
 def _of_lines(path: Path) -> Iterator[str]:
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_LINE_BYTES + 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 0 else line
-            number += 1
+        lines = iter(partial(file.readline, _MAX_LINE_BYTES + 1), b"")
+        for number, line in enumerate(lines, start=1):
             if len(line) > _MAX_LINE_BYTES:
                 raise ValueError(f"line {number} has more than {_MAX_LINE_BYTES} bytes")
             if line.strip():
                 try:
-                    row = msgspec.json.decode(line, type=dict[str, Any])
+                    row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, Any])
                 except msgspec.MsgspecError as error:
                     raise ValueError(f"line {number} is no JSON object ({error})") from error
                 yield from _text_of(row, f"line {number}")
