@@ -75,7 +75,7 @@ def early_exit_plan(options: SpeculationOptions, num_sublayers: int) -> Plan:
     exit_layer = max(1, num_layers // 4) if options.exit_layer is None else options.exit_layer
     if exit_layer >= num_layers:
         raise ConfigError(
-            f"option 'exit_layer' is {exit_layer}, the model has {num_layers} layers: choose 1 to {num_layers - 1}"
+            f"option 'exit_layer' is {exit_layer}, the model has {num_layers} layers: choose fewer, or another strategy"
         )
     choices = choices_of([index < 2 * exit_layer for index in range(num_sublayers)])
     return Plan(choices=choices, num_draft_tokens=min(_EXIT_TOKENS, options.max_draft_tokens), source="layerskip")

@@ -19,5 +19,10 @@ def test_the_exit_is_after_a_quarter_of_the_layers(num_layers: int, expected: in
 
 @pytest.mark.parametrize("exit_layer", [5, 6])
 def test_there_must_be_layers_after_the_exit(exit_layer: int) -> None:
-    with pytest.raises(ConfigError, match=f"'exit_layer' is {exit_layer}, the model has 5 layers: choose 1 to 4"):
+    with pytest.raises(ConfigError, match=f"'exit_layer' is {exit_layer}, the model has 5 layers: choose fewer"):
         early_exit_plan(SpeculationOptions(exit_layer=exit_layer), 10)
+
+
+def test_a_model_of_one_layer_needs_another_strategy() -> None:
+    with pytest.raises(ConfigError, match="1 layers: choose fewer, or another strategy"):
+        early_exit_plan(SpeculationOptions(), 2)
