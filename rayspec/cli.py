@@ -340,7 +340,3 @@ def version() -> None:
 
 def main() -> None:
     app()
-
-
-if __name__ == "__main__":
-    main()

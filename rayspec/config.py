@@ -75,7 +75,7 @@ class Options(pydantic.BaseModel):
             too_large = [number for number in _integers(value) if not -(2**63) <= number < 2**63]
             if too_large:
                 raise ValueError(f"option {name!r} is {too_large[0]}: it must fit 64 bits")
-            if name.endswith("_s") and value is not None and value > TIMEOUT_MAX:
+            if name.endswith("_s") and isinstance(value, int | float) and value > TIMEOUT_MAX:
                 raise ValueError(f"option {name!r} is {value:g}: it must be at most {TIMEOUT_MAX:g} seconds")
         return self
 
@@ -589,10 +589,7 @@ class EngineConfig(Options):
         None, ge=16, le=2**40, description="tokens the KV cache holds; unset: from free memory"
     )
     kv_cache_share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of the free memory for the KV cache; unset: 0.8 of a GPU's, else 0.25",
+        None, gt=0, le=1, description="share of the free memory for the KV cache; unset: 0.8 of a GPU's, else 0.25"
     )
     gpu_memory_utilization: float | None = Field(
         None,

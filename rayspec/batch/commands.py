@@ -62,8 +62,7 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
     """Options of a job over documents or prompts."""
 
     id_column: str | None = Field(
-        None,
-        description="column of the row's id; none: file and row number; unset: 'id', else the same",
+        None, description="column of the row's id; none: file and row number; unset: 'id', else the same"
     )
     limit: int | None = Field(None, ge=1, description="process only the first N rows")
     sample: float | None = Field(None, ge=0, le=1, description="share of the rows to process, always the same ones")

@@ -179,10 +179,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Mapping[str, Any]], str]]] = (
     ("vs ar", lambda row: _shown(row["end_to_end_speedup_vs_ar"])),
     ("vs hf", lambda row: _shown(row["end_to_end_speedup_vs_hf"])),
     ("acceptance", lambda row: _shown(row["acceptance_rate"], "{:.1%}").replace("%", " %")),
-    (
-        "tokens a round",
-        lambda row: _shown(row["mean_accepted_length"], "{:.1f}"),
-    ),
+    ("tokens a round", lambda row: _shown(row["mean_accepted_length"], "{:.1f}")),
     ("identical", lambda row: f"{row['identical']} of {row['total']}"),
 )
 

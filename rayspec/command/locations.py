@@ -339,26 +339,25 @@ class Location:
     @property
     def kind(self) -> Kind | None:
         """The kind of object at this place; None if there is none. Each use is a request to the store."""
-        with self._asking():
-            if self.local_path is not None:
-                try:
-                    return "folder" if stat.S_ISDIR(os.stat(self._address).st_mode) else "file"
-                except (FileNotFoundError, NotADirectoryError):
-                    return None
-            kind = self.store.filesystem.get_file_info(self._address).type
-        if kind == fs.FileType.NotFound:
-            return None
-        return "folder" if kind == fs.FileType.Directory else "file"
+        return self._asked()[0]
 
     @property
     def num_bytes(self) -> int | None:
         """The size of the file; None if there is no file. Each use is a request to the store."""
-        if self.kind != "file":
-            return None
+        kind, num_bytes = self._asked()
+        return num_bytes if kind == "file" else None
+
+    def _asked(self) -> tuple[Kind | None, int]:
         with self._asking():
             if self.local_path is not None:
-                return os.stat(self._address).st_size
-            return cast("int", self.store.filesystem.get_file_info(self._address).size)
+                try:
+                    status = os.stat(self._address)
+                except (FileNotFoundError, NotADirectoryError):
+                    return None, 0
+                return "folder" if stat.S_ISDIR(status.st_mode) else "file", status.st_size
+            info = self.store.filesystem.get_file_info(self._address)
+        kinds: dict[fs.FileType, Kind | None] = {fs.FileType.NotFound: None, fs.FileType.Directory: "folder"}
+        return kinds.get(info.type, "file"), info.size or 0
 
     def _walked(self) -> Iterator[tuple[Location, Kind | None]]:
         """Yield what is below a folder, with kinds; None: cannot be listed. Locally without leading dots."""

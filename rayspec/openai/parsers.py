@@ -140,12 +140,7 @@ class CallParser:
     """
 
     def __init__(
-        self,
-        form: ToolFormat,
-        schemas: Mapping[str, Mapping[str, Any]],
-        *,
-        is_parallel: bool,
-        is_forced: bool = False,
+        self, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool, is_forced: bool = False
     ) -> None:
         self.num_calls = 0
         self._form, self._schemas, self._is_parallel, self._is_forced = form, schemas, is_parallel, is_forced

@@ -90,7 +90,7 @@ class Ingress:
     async def generate(self, request: Request, kind: type[ChatRequest | CompletionRequest]) -> Response:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         with ExitStack() as held:
-            deadline = self._deadline()
+            deadline = Deadline(self.options.request_timeout_s)
             asked, body = await self.bodies.read(request, kind, held)
             model, name = self._ready_model(asked.model), _name_of(request)
             own = self.model_of[asked.model]
@@ -117,7 +117,7 @@ class Ingress:
         with ExitStack() as held:
             asked, body = await self.bodies.read(request, kind, held)
             name = asked.model or next(iter(self.models))
-            model, deadline = self._ready_model(name), self._deadline()
+            model, deadline = self._ready_model(name), Deadline(self.options.request_timeout_s)
             await while_connected(request, deadline.within(self._presence(self.model_of[name])))
             work = fetch(model.tokenize.remote(kind, body, _name_of(request)), deadline)
             return json_response(await while_connected(request, work))
@@ -125,16 +125,14 @@ class Ingress:
     async def card(self, model: str) -> ModelCard:
         """Return a model's or adapter's card; it says less before the first run. Raises RequestError, Refused."""
         if model not in self._cards:
-            ready, own, deadline = self._ready_model(model), self.model_of[model], self._deadline()
+            ready, own = self._ready_model(model), self.model_of[model]
+            deadline = Deadline(self.options.request_timeout_s)
             await deadline.within(self._presence(own))
             if self.watch.is_absent(own):  # a call would start a replica
                 return ModelCard(id=model, created=self._created, parent=None if own == model else own)
             card = await fetch(ready.card.remote(), deadline)
             self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]
-
-    def _deadline(self) -> Deadline:
-        return Deadline(self.options.request_timeout_s)
 
     def _looked(self) -> None:
         """Have places for the replicas that run: in Serve's queue, clients would not take turns."""

@@ -18,6 +18,15 @@ from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParam
 from rayspec.types import ConfigError
 
 
+class AutoscalingOptions(Options):
+    """Serve's options, of which rayspec reads these. All numbers may be text, because templates often quote them."""
+
+    model_config = ConfigDict(extra="allow")
+
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+
+
 class DeploymentOptions(Options):
     """The options of a Serve deployment, under Serve's names. All go to Serve, which knows more than the ones that
     rayspec reads itself. Unknown names raise ConfigError when the deployment is made.
@@ -33,24 +42,12 @@ class DeploymentOptions(Options):
     model_config = ConfigDict(extra="allow")
 
     num_replicas: int | None = Field(None, ge=1)
-    autoscaling_config: dict[str, Any] | None = None
+    autoscaling_config: AutoscalingOptions | None = None
     max_ongoing_requests: int | None = Field(None, ge=1)
     max_queued_requests: int | None = Field(None, ge=-1)
     graceful_shutdown_timeout_s: float = Field(60.0, ge=0)
     health_check_timeout_s: float | None = Field(None, gt=0)
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)
-
-    @field_validator("autoscaling_config")
-    @classmethod
-    def _whole_numbers(cls, scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Templates often quote numbers, and Serve takes them so."""
-        counts = {name: scaling[name] for name in ("min_replicas", "max_replicas") if scaling and name in scaling}
-        for name, value in counts.items():
-            if isinstance(value, str):
-                if not value.isdecimal():
-                    raise ValueError(f"option 'autoscaling_config.{name}' is {value!r}: give a whole number")
-                counts[name] = int(value)
-        return scaling and scaling | counts
 
 
 class ModelLoadingConfig(Options):
@@ -122,7 +119,7 @@ class LLMConfig(Options):
     @property
     def num_replicas(self) -> int:
         scaling = self.deployment_config.autoscaling_config
-        return self.deployment_config.num_replicas or 1 if scaling is None else scaling.get("max_replicas") or 1
+        return self.deployment_config.num_replicas or 1 if scaling is None else scaling.max_replicas or 1
 
     @property
     def num_cpus(self) -> float:
@@ -146,7 +143,7 @@ class LLMConfig(Options):
     @property
     def scales_to_zero(self) -> bool:
         scaling = self.deployment_config.autoscaling_config
-        return scaling is not None and scaling.get("min_replicas") == 0
+        return scaling is not None and scaling.min_replicas == 0
 
 
 class ServeOptions(Options):

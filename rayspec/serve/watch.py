@@ -204,11 +204,7 @@ class Watch:
     whenever the replicas are known anew."""
 
     def __init__(
-        self,
-        models: Mapping[str, Any],
-        *,
-        replica_timeout_s: float,
-        looked: Callable[[], None] = lambda: None,
+        self, models: Mapping[str, Any], *, replica_timeout_s: float, looked: Callable[[], None] = lambda: None
     ) -> None:
         self._models, self._timeout_s, self._looked = dict(models), replica_timeout_s, looked
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known

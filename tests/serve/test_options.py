@@ -81,7 +81,7 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
         ({"llm_configs": [model()], "api_keys": "good"}, ["'api_keys': it must be a list"]),
         (
             {"llm_configs": [model(deployment_config={"autoscaling_config": {"min_replicas": "one"}})]},
-            ["'autoscaling_config.min_replicas' is 'one'"],
+            ["autoscaling_config'", "option 'min_replicas' is 'one'"],
         ),
         ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
     ],
@@ -117,7 +117,7 @@ def test_serve_gets_the_options_of_a_deployment() -> None:
     deployment = made(
         rolling_update_percentage=0.5,
         max_replicas_per_node=2,
-        health_check_period_s=3,
+        health_check_period_s="3",
         autoscaling_config={"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 9},
         ray_actor_options={"num_cpus": 3, "resources": {"here": 1}},
     )
