@@ -12,7 +12,7 @@ import random
 import reprlib
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
@@ -35,7 +35,7 @@ from rayspec.errors import naming_the_extra
 from rayspec.local_engine import load_adapter, load_engine
 from rayspec.model.sources import base_model
 from rayspec.model.weights import load_tokenizer
-from rayspec.prompts import Rendering, chat_template, conversation_tokens, text_tokens
+from rayspec.prompts import Rendering, chat_template, conversation_tokens
 from rayspec.types import ConfigError, EngineStats, LoRARequest, Request, RequestError, RequestOutput
 from rayspec.vllm_names import CALLS, ENGINE, METHODS, from_vllm
 
@@ -409,19 +409,6 @@ class AsyncEngine:
     def max_model_len(self) -> int:
         """The most prompt and output tokens of a request together."""
         return self.client.info.max_model_len
-
-    def tokens(self, prompt: str) -> list[int]:
-        """Return the tokens of a text. Raises RequestError."""
-        return text_tokens(prompt, self.tokenizer)
-
-    def chat_tokens(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering = _PLAINLY) -> list[int]:
-        """Return the prompt tokens of a conversation, see `LLM.chat_tokens`."""
-        return self.llm.chat_tokens(messages, rendering)
-
-    @property
-    def adapters(self) -> Collection[str]:
-        """Names of the adapters that were loaded with the model."""
-        return self.client.info.config.lora_modules
 
     def owned_by(self, owner: str, client: str = "") -> Self:
         """Return the same engine for the requests of an owner and a client, see `Request`."""

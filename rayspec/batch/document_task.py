@@ -39,7 +39,7 @@ class PromptBuilder:
     first message of each chat without one; it needs a chat template.
     """
 
-    llm: LLM | AsyncEngine
+    llm: LLM
     template: str = _PLACE
     chat: bool = True
     max_prompt_tokens: int | None = None
@@ -117,7 +117,7 @@ class DocumentTask:
         """Make the handler of rows, in which it stores their errors. Raises ConfigError if options do not fit the
         context."""
         params = self.settings.sampling
-        prompts = PromptBuilder(llm=engine, template=self.template, chat=self.chat, system=self.system)
+        prompts = PromptBuilder(llm=engine.llm, template=self.template, chat=self.chat, system=self.system)
         # With room for a whole output; for one token of it, where it may fill the context.
         fitting = max(1, engine.max_model_len - (params.max_tokens or 1))
         if self.long.long == "truncate":

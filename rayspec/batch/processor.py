@@ -25,7 +25,7 @@ from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.pipeline.placement import errors_of_actor, sized
 from rayspec.pool.supervisor import start_supervisor
 from rayspec.pool.worker import answer, num_engines
-from rayspec.prompts import parsed_messages, without_nulls
+from rayspec.prompts import parsed_messages, text_tokens, without_nulls
 from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 
 if TYPE_CHECKING:
@@ -250,9 +250,9 @@ def _prompt_tokens(engine: AsyncEngine, row: Mapping[str, Any]) -> Sequence[int]
             raise RequestError(f"column 'tokenized_prompt' is {reprlib.repr(tokens)}: give a list of token ids")
         return tokens
     if "messages" in given:
-        return engine.chat_tokens(parsed_messages(given["messages"]))
+        return engine.llm.chat_tokens(parsed_messages(given["messages"]))
     if "prompt" in given:
-        return engine.tokens(given["prompt"])
+        return text_tokens(given["prompt"], engine.tokenizer)
     raise RequestError("the row has none of 'messages', 'prompt', 'tokenized_prompt': let preprocess add one")
 
 

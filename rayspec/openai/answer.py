@@ -122,13 +122,13 @@ async def _prepared(
     request: Request, engine: AsyncEngine, served: Sequence[str], **options: Any
 ) -> tuple[AsyncEngine, Answer, list[Prompt]]:
     """Return the engine for the model's name, what makes the response, and the prompts. Raises RequestError."""
-    check_served(request.model, (*served, *engine.adapters))
-    is_adapter = request.model in engine.adapters
+    config = engine.llm.config
+    check_served(request.model, (*served, *config.lora_modules))
+    is_adapter = request.model in config.lora_modules
     engine = engine.with_adapter(request.model) if is_adapter else engine
     texts, options["model"] = TokenTexts(engine.tokenizer), request.model if is_adapter else served[0]
     if not isinstance(request, ChatRequest):
         return engine, Answer(request, texts, **options), await _prompts(request, engine)
-    config = engine.llm.config
     tool_use = ToolUse.of(request, engine.tokenizer, config.tool_call_parser)
     try:
         template = chat_template(engine.tokenizer)

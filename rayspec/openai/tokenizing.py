@@ -83,8 +83,8 @@ def prompt_tokens(
             elif engine.tokenizer.chat_template:
                 _check_length(conversation_text(prompt, engine.tokenizer, rendering), engine)
         if isinstance(prompt, str):
-            return engine.tokens(prompt)
-        return engine.chat_tokens(prompt, rendering)
+            return text_tokens(prompt, engine.tokenizer)
+        return engine.llm.chat_tokens(prompt, rendering)
     except InvalidMessageError as error:
         raise InvalidRequestError(str(error), param=f"messages.{error.field}", code=error.code) from None
     except ConfigError as error:
@@ -158,7 +158,7 @@ class TokenizeRequest(StrictBody):
 
     def answer(self, engine: AsyncEngine, served: Sequence[str]) -> TokenizeResponse:
         """served: names of the model that a body may use. Raises RequestError."""
-        check_served(self.model or served[0], (*served, *engine.adapters))
+        check_served(self.model or served[0], (*served, *engine.llm.config.lora_modules))
         if self.messages is None and self.add_special_tokens is False:
             _check_length(str(self.prompt), engine)
             token_ids = text_tokens(str(self.prompt), engine.tokenizer, add_special_tokens=False)
@@ -187,7 +187,7 @@ class DetokenizeRequest(StrictBody):
 
     def answer(self, engine: AsyncEngine, served: Sequence[str]) -> DetokenizeResponse:
         """served: names of the model that a body may use. Raises RequestError."""
-        check_served(self.model or served[0], (*served, *engine.adapters))
+        check_served(self.model or served[0], (*served, *engine.llm.config.lora_modules))
         if len(self.tokens) > engine.max_model_len:
             message = f"tokens: {len(self.tokens)}; at most {engine.max_model_len} of this model at once"
             raise PromptTooLongError(message)

@@ -120,6 +120,7 @@ class RecordingEngine:
 
     max_model_len = CONTEXT
     tokenizer: Any = demo_tokenizer()
+    llm = property(lambda self: self)
 
     def __init__(self, seed: int = 0, *, answer: str = "", fail: Callable[[str], RayspecError | None] | None = None):
         self._rng = random.Random(seed)
@@ -381,7 +382,7 @@ def test_the_bundled_model_answers_parts_as_it_answers_documents() -> None:
         (root,) = roots(row)
         first = leaves(root)[0]
         prompt = TokenizedText(demo_tokenizer(), text).text(range(first["start"], first["end"]))
-        alone = asyncio.run(engine.run(engine.chat_tokens([{"role": "user", "content": prompt}]), params))
+        alone = asyncio.run(engine.run(engine.llm.chat_tokens([{"role": "user", "content": prompt}]), params))
     finally:
         engine.llm.shutdown()
     assert first["text"] == alone.outputs[0].text

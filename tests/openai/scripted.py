@@ -26,20 +26,17 @@ class ScriptedEngine:
 
     tokenizer = demo_tokenizer()
     max_model_len = 512
-    adapters = ()
-    llm = SimpleNamespace(config=SimpleNamespace(tool_call_parser=None, reasoning_parser=None))
 
     def __init__(self, outcomes: Mapping[int, RayspecError | str] | None = None) -> None:
         self.outcomes = outcomes or {}
         self.num_asked = self.num_open = 0
-        config, defaults = SimpleNamespace(kv_cache_tokens=512), SimpleNamespace(max_new_tokens=None)
+        config = SimpleNamespace(kv_cache_tokens=512, tool_call_parser=None, reasoning_parser=None, lora_modules={})
+        defaults = SimpleNamespace(max_new_tokens=None)
         self.client = SimpleNamespace(info=SimpleNamespace(config=config, defaults=defaults))
-
-    def tokens(self, prompt: Any) -> list[int]:
-        return list(self.tokenizer(prompt)["input_ids"])
+        self.llm = SimpleNamespace(config=config, chat_tokens=self.chat_tokens)
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> list[int]:
-        return self.tokens("".join(message["content"] for message in messages))
+        return list(self.tokenizer("".join(message["content"] for message in messages))["input_ids"])
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         self.num_asked += 1

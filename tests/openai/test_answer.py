@@ -268,18 +268,19 @@ def test_what_waits_to_be_tokenized_is_dropped_when_its_client_goes() -> None:
     tokenized: list[str] = []
     begun, go = threading.Event(), threading.Event()
 
-    class Slow(ScriptedEngine):
-        def tokens(self, prompt: Any) -> list[int]:
-            tokenized.append(prompt[0])
-            begun.set()
-            assert go.wait(30)
-            return [5]
+    def tokenizer(prompt: str) -> dict[str, list[int]]:
+        tokenized.append(prompt[0])
+        begun.set()
+        assert go.wait(30)
+        return {"input_ids": [5]}
+
+    engine: Any = ScriptedEngine()
+    engine.tokenizer = tokenizer
 
     async def work() -> None:
         texts = [letter + "b" * 3000 for letter in "xyz"]
-        tasks = [
-            asyncio.create_task(answer_module._prompts(parsed(TEXT, prompt=texts * 3), Slow({}))) for _ in range(5)
-        ]
+        asked = parsed(TEXT, prompt=texts * 3)
+        tasks = [asyncio.create_task(answer_module._prompts(asked, engine)) for _ in range(5)]
         assert await asyncio.to_thread(begun.wait, 30)
         await asyncio.sleep(0.1)
         for task in tasks:

@@ -1,7 +1,6 @@
 """Reasoning is found in the texts of each style, wherever the text is cut, and has its place in answers."""
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import openai.types.chat as official
@@ -86,7 +85,7 @@ class Says(ScriptedEngine):
     def __init__(self, text: str, parser: str | None) -> None:
         super().__init__()
         self.text, self.asked = text, list[SamplingParams]()
-        self.llm = SimpleNamespace(config=SimpleNamespace(tool_call_parser=None, reasoning_parser=parser))
+        self.llm.config.reasoning_parser = parser
 
     async def run(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:
         self.asked.append(params)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -36,11 +37,9 @@ class DemoTokens:
     max_model_len = 77
     max_new_tokens = None
     kv_cache_tokens = 77
-    adapters = ()
     tokenizer = demo_tokenizer()
-
-    def tokens(self, prompt: str) -> list[int]:
-        return list(self.tokenizer(prompt)["input_ids"])
+    llm = property(lambda self: self)
+    config = SimpleNamespace(lora_modules={})
 
     def chat_tokens(self, messages: Messages, rendering: Rendering = _PLAINLY) -> list[int]:
         return conversation_tokens(messages, self.tokenizer, rendering)

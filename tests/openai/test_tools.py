@@ -168,7 +168,7 @@ class Echo(ScriptedEngine):
 
     def __init__(self, engine: AsyncEngine) -> None:
         super().__init__()
-        self.llm, self.tokenizer = engine.llm, engine.tokenizer
+        self.llm.config, self.tokenizer = engine.llm.config, engine.tokenizer
 
 
 def test_calls_are_found_in_free_text(engine: AsyncEngine) -> None:

@@ -225,7 +225,7 @@ async def served(metrics: EngineMetrics) -> tuple[EngineStats, dict[str, Metric]
     metered = AsyncEngine(load_llm(make_settings(flags=common | speculation).engine), metrics.request)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     try:
-        prompt = metered.tokens("The report of the year says")
+        prompt = metered.tokenizer("The report of the year says")["input_ids"]
         await metered.run(prompt, params)
         assert [piece async for piece in metered.stream(prompt, params)]
         assert (await metered.run([3] * 600, params)).error is not None
