@@ -143,12 +143,10 @@ def test_saved_plans_go_by_the_choices_that_there_are(tmp_path: Path) -> None:
     assert plan.choices == ("pages", FULL, SKIP, FULL, FULL, FULL, "pages", FULL)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "choice"),
-    few_of(
-        list(product(["float16", "bfloat16"], ["int4", "int8+pages"])),
-        [("bfloat16", "int8+pages")],
-    ),
+    list(product(["float16", "bfloat16"], ["int4", "int8+pages"])),
 )
 def test_other_data_types_draft_by_copies(dtype: str, choice: Choice) -> None:
     """In fixed shapes, so that drafts change no bit."""

@@ -167,6 +167,7 @@ def test_an_engine_that_dies_again_and_again_ends_the_job_which_keeps_its_rows(t
     assert manifest_of(tmp_path / "out")["status"] == "interrupted"
 
 
+@exhaustive
 @on_ray
 def test_sigterm_finishes_the_rows_under_way_and_a_run_the_rest(tmp_path: Path, undisturbed: dict[str, str]) -> None:
     task = noted(tmp_path, partial(terminate, os.getpid()), after=30)

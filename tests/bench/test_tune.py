@@ -44,6 +44,7 @@ def write_documents(path: Path, count: int) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_one_plan_a_domain_with_anchors(run: Any, tmp_path: Path) -> None:
     write_documents(tmp_path / "audits.jsonl", 2)
     result = run(*MODEL, *FAST, "--input", "audits.jsonl", "--input", "plan=demo:schedule", "-o", "new/plans.json")

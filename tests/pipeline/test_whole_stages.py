@@ -125,7 +125,8 @@ def _numbers(row: Any) -> dict[int, Any]:
     return {token: pytest.approx(each.logprob, abs=1e-4) for token, each in (row or {}).items()}
 
 
-@pytest.mark.parametrize("stage", few_of([0, 1, 2], [1]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_lack_of_memory_in_a_stage_fails_one_sequence(hybrid: str, stage: int) -> None:
     """The others begin again, because some stages have run their rows and some have not."""
     known, lengths = ragged_prompts((20, 30, 25), vocab_size=200), MAX_TOKENS

@@ -109,6 +109,7 @@ def test_chunked_attention_is_causal_attention(length: int) -> None:
     torch.testing.assert_close(actual, expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_training_saves_a_checkpoint_that_loads(untrained: LlamaForCausalLM, tmp_path: Path) -> None:
     before = untrained.lm_head.weight.detach().clone()
     train(

@@ -47,6 +47,7 @@ TINY = ModelShape(
 )
 
 
+@pytest.mark.exhaustive
 def test_decoding_in_a_shape_is_timed() -> None:
     found = time_shape(ON_CPU, TINY, [(2, 64)], num_steps=3, generate=True)
     for cell in found.numbers["cells"]:

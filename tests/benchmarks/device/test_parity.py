@@ -61,6 +61,7 @@ def replayed(driver: RecordingDriver) -> list[Difference]:
     return list(replay_differences("llama", torch.float32, CPU, driver_of=lambda _: driver))
 
 
+@pytest.mark.exhaustive
 def test_replays_have_the_bits_of_eager_passes() -> None:
     found = replayed(RecordingDriver())
     assert len(found) == 3 * 3, "three kinds of passes by three plans"
