@@ -92,8 +92,7 @@ class _Commands(TyperGroup):
     """The commands. Commands and flags that are gone give an error that says what replaced them."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        """Run a command. Errors end with one line and a code. Output is UTF-8 in every locale; bytes of file names that
-        are not are escaped. Lines of stdin that cannot be decoded are the command's to refuse."""
+        """Run a command. Errors end with one line and a code; output is UTF-8 in every locale."""
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="surrogateescape")
         for stream in (sys.stdout, sys.stderr):

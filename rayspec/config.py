@@ -517,8 +517,7 @@ class ParallelOptions(Options):
 
     @property
     def num_cpus(self) -> float:
-        """Ray CPUs that all shards reserve, with one for the owner of each replica's shards. 0 where replicas have no
-        shards: they take the CPUs that there are."""
+        """Ray CPUs of all shards and the owners of replicas' shards; 0 without shards: replicas take what there is."""
         if self.replicas > 1 and self.stages * self.tensor == 1:
             return 0.0
         return self.replicas * (1 + self.stages * self.tensor * self.cpus_per_shard)
@@ -730,8 +729,7 @@ class Settings:
     sampling: SamplingParams
 
     def resolved(self, engine: EngineConfig | None = None) -> dict[str, Any]:
-        """Return the options as plain values of a config file, with the names of model and `parallel` that the user
-        gave. engine: the config of the running engine, which may be one of a pool."""
+        """Return the options as values of a config file, with the user's model and `parallel`. engine: that runs."""
         asked = self.engine.model_dump(mode="json")
         options = asked if engine is None else engine.model_dump(mode="json")
         asked = {"model": asked["model"], "parallel": asked["parallel"]}

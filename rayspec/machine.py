@@ -42,8 +42,7 @@ def bytes_in_total(root: Path = _ROOT) -> int:
 
 
 def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
-    """Return how many threads can run at once: the cores that this process may run on, or the CPU quota of its control
-    groups if that is less, rounded down, at least 1. affinity: stands for the number of these cores."""
+    """Return how many threads can run at once, by affinity (or this number of cores) and CPU quotas; at least 1."""
     limits: list[float] = [affinity or len(os.sched_getaffinity(0))]
     for group, version in _groups(root, "cpu"):
         files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -55,8 +54,7 @@ def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
 
 
 def take_long_turns() -> None:
-    """Ask for long turns of this thread, and of those that it starts, on a busy core, with the same share of it: caches
-    are cold at the start of a turn. Kernels before Linux 6.12 take no notice."""
+    """Ask for long turns of this thread on a busy core, as caches are cold at their start (from Linux 6.12 on)."""
     if (numbers := _SCHEDULING.get(platform.machine())) is None:
         return
     set_attributes, get_attributes = numbers

@@ -104,8 +104,7 @@ _SCHEMAS = frozenset({"schema", "json", "guided_json", "parameters"})  # fields 
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without null fields of objects, at every depth; not in JSON schemas, where null has a
-    meaning. A list that begins with a number or a text may be long, and is not searched."""
+    """Return a JSON value without null fields, not in schemas, where null has a meaning, nor in lists of scalars."""
     if isinstance(value, dict):
         return {
             name: item if name in _SCHEMAS else without_nulls(item) for name, item in value.items() if item is not None

@@ -160,8 +160,7 @@ def forget_reserved_threads() -> None:
 
 @contextmanager
 def _signals_wait() -> Iterator[None]:
-    """Delay SIGTERM and SIGINT to the end of a block that starts Ray; a second signal ends the process at once. An
-    exception inside ray.init leaves processes behind, or is lost in a callback."""
+    """Delay SIGTERM and SIGINT to the end of a block that starts Ray, where an exception would leave processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

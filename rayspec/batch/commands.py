@@ -1,5 +1,4 @@
-"""The commands `summarize`, `generate` and `openai-batch`. `rayspec job ...` runs them on Ray, and `rayspec ...` in one
-process. The output of one way can be continued in the other."""
+"""The commands `summarize`, `generate` and `openai-batch`, on Ray or here; each continues the other's output."""
 
 from __future__ import annotations
 
@@ -213,8 +212,7 @@ def _run_documents(
     name: str,
     text_column: str,
 ) -> NoReturn:
-    """Run the job, print the first rows, the totals of all rows, and where they are, and exit. Without an output, print
-    the texts, under their ids if there are several; with - the rows as JSON lines."""
+    """Run the job, print its totals and first rows, and exit. Without an output, print the texts; with - JSON lines."""
     is_printed = output in (None, _STDOUT)
     with TemporaryDirectory(prefix="rayspec-rows-") if is_printed else nullcontext() as kept:
         place = f"{kept}/rows.jsonl" if is_printed else str(output)

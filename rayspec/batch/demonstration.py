@@ -82,8 +82,7 @@ def run_demo(
 
 
 def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, backend: LocalBackend) -> SideBySide:
-    """Summarize documents, by their names in `output / "documents"`, in float32, one at a time: plainly, then with
-    `auto`. Other models than the bundled ones are asked for key facts. Raises the errors of `Job.run`."""
+    """Summarize documents in float32, one at a time: plainly, then with `auto`. Raises the errors of `Job.run`."""
     is_bundled = model in BUNDLED
     rows: dict[Strategy, dict[str, Row]] = {strategy: {} for strategy in _FOLDERS}
     stats: dict[Strategy, EngineStats] = {}

@@ -114,8 +114,7 @@ class DocumentTask:
         }
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Make the handler of rows, in which it stores their errors. Raises ConfigError if options do not fit the
-        context."""
+        """Make the handler of rows, which stores their errors. Raises ConfigError if options do not fit the context."""
         params = self.settings.sampling
         prompts = PromptBuilder(llm=engine.llm, template=self.template, chat=self.chat, system=self.system)
         # With room for a whole output; for one token of it, where it may fill the context.

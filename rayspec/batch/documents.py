@@ -227,8 +227,7 @@ def _whole(file: Any, source: str, most: int) -> bytes:
 
 
 def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
-    """Yield the objects of an array, or of a file that is one object after another. A value that is no row is an error
-    row. Raises InputFileError at a mistake of the format, after which nothing can be read."""
+    """Yield the objects of an array or a file. Raises InputFileError at a mistake, after which nothing can be read."""
     text = _decoded(_whole(file, piece.name, _MAX_WHOLE_BYTES), piece.name).strip()
     place, end, number = 0, len(text), 0
     if text.startswith("["):
@@ -333,8 +332,7 @@ def _parsed(text: str, source: str) -> _Fields:
 
 
 def _parsed_at(text: str, place: int, source: str) -> tuple[_Fields, int]:
-    """Return the fields of the JSON object at a place, or the error of a value that is no row, and the place after it.
-    Raises InputFileError for what is no JSON, whose end is unknown."""
+    """Return the object at a place, or why it is no row, and the place after it. Raises InputFileError for no JSON."""
     try:
         try:
             row, end = _JSON.raw_decode(text, place)
@@ -432,8 +430,7 @@ def _num_at_once(group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
 
 
 def pieces_of(files: Sequence[Piece]) -> list[Piece]:
-    """Split files into pieces for read tasks. Of few files, Parquet files are split at row groups into pieces of about
-    64 MB. A file that cannot be read is one piece; reading the piece reports the error."""
+    """Split files for read tasks; a few Parquet files at row groups, into pieces of about 64 MB."""
     if len(files) >= _NUM_FILES_TO_SPLIT:
         return list(files)
     pieces = list[Piece]()

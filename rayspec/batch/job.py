@@ -69,8 +69,7 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The rows of a job: those in `files`, or else `rows`, error rows among them. limit: rows to take from the
-    beginning. sample: share of these rows to take, the same ones in every run."""
+    """The rows of a job: in `files`, or else `rows`. limit: rows to take. sample: share of these, always the same."""
 
     files: Sequence[Piece] = ()
     columns: Columns = field(default_factory=Columns)
@@ -109,8 +108,7 @@ def numbers_by_piece(left: pa.Table) -> dict[int, frozenset[int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """The wanted rows of an input, in order. rows: a table of SCAN_SCHEMA without errors, about 40 bytes a row and its
-    id; `number` is 0 where the piece is one row. errors: rows that could not be read."""
+    """The wanted rows of an input, in order. rows: of SCAN_SCHEMA; `number` is 0 where the piece is one row."""
 
     rows: pa.Table
     pieces: Sequence[Piece]
@@ -291,8 +289,7 @@ class JobTask(RowTask, Protocol):
 
 
 class Drain:
-    """The end of a job on SIGTERM: no new rows begin, and rows under way may finish within a grace period. A second
-    signal ends the process at once. on_request: called at the first."""
+    """The end of a job on SIGTERM: rows under way may finish within a grace period, unless a second one comes."""
 
     def __init__(self, grace_s: float) -> None:
         self.requested = False
@@ -592,7 +589,7 @@ class Job:
         return {_FILES: {"hash": before}}
 
     def _within_budget(self, first: Sequence[Row], rows: Generator[Row], report: RunReport) -> Generator[Row]:
-        """Yield rows while the budgets last, with an estimate for rows under way; at least one, so that runs end."""
+        """Yield rows while the budgets last, with an estimate for rows under way; one at least, for progress."""
         options, num_begun, begun_tokens = self.options, 0, 0.0
         with closing(rows):
             for row in itertools.chain(first, rows):
@@ -636,8 +633,7 @@ class Job:
 
 
 class _SharedResults:
-    """Gives equal rows of a job one result, and keeps results in a folder that jobs share; not where texts differ each
-    time. twins: indices in `left` of the rows that wait for the result of an equal row, by its hash."""
+    """Gives equal rows one result, of this job or of a shared folder. twins: indices of rows that wait, by hash."""
 
     def __init__(self, job: Job, source: Source, folder: RunFolder, report: RunReport) -> None:
         self._folder, self._report = folder, report

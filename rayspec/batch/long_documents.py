@@ -100,8 +100,7 @@ def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int
 
 
 def group(sizes: Sequence[int], room: int) -> list[range]:
-    """Split sizes into the fewest runs of neighbours with a sum of at most `room`, or of one size; minimise the largest
-    sum."""
+    """Split sizes into the fewest runs of at most `room`, or of one size; minimise the largest sum."""
     fewest = len(_filled_up(sizes, room))
     smallest = bisect_left(range(room), True, key=lambda less: len(_filled_up(sizes, less)) <= fewest)
     return _filled_up(sizes, smallest)
@@ -389,8 +388,7 @@ class LongDocuments:
         return self._fitting(of, self._merge_room, self._max_prompt_tokens)
 
     def _fitting(self, parts_of: Callable[[int], list[_Part]], size: int, limit: int, least: int = 0) -> list[_Part]:
-        """Return parts whose prompts have at most `limit` tokens, made of pieces of at most `size` tokens, or of
-        smaller ones: a template may contain a piece twice. Raises DoesNotShrinkError for a size below `least`."""
+        """Return parts of prompts of at most `limit` tokens, of pieces up to `size`. Raises DoesNotShrinkError."""
         while True:
             parts = parts_of(size)
             longest = max((len(self._tokens(part.prompt())) for part in parts), default=0)

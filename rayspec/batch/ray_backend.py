@@ -44,8 +44,7 @@ class RayBackend(LocalBackend):
             yield
 
     def _scanned(self, source: Source) -> Iterable[pa.Table]:
-        """Scan the files in tasks that all run at once, each with a whole CPU: more would only start more processes. A
-        task ends itself after `limit` rows, because `ray.cancel` can crash the driver."""
+        """Scan the files in tasks of a whole CPU, which end after `limit` rows: `ray.cancel` can crash the driver."""
         if not source.files:
             return super()._scanned(source)
         pieces = source.pieces
@@ -85,8 +84,7 @@ def idle_gpus(config: EngineConfig) -> str | None:
 
 
 def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """Return a copy of the dataset without Ray Data's end after 30 minutes without a step: rows wait that long while
-    engines load, or work on long documents."""
+    """Return a copy of the dataset that may be 30 minutes without a step, as while engines load."""
     own = ray.data.Dataset.copy(dataset, _deep_copy=True)
     own.context.execution_no_progress_timeout_s = -1
     return own

@@ -41,8 +41,7 @@ class Workload:
 
 
 def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str) -> list[Workload]:
-    """Return a workload for each context and domain, empty where no prompt fits. template: for documents, see
-    `PromptBuilder`. Raises ConfigError, and the error of an invalid document."""
+    """Return a workload for each context and domain. Raises ConfigError, and the error of an invalid document."""
     inputs = list(dict.fromkeys("demo:summary" if name == _DEMO else name for name in options.input))
     found: list[Workload] = []
     for context in dict.fromkeys(options.context):

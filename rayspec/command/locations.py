@@ -74,8 +74,7 @@ class Location:
 
     @classmethod
     def parse(cls, name: str) -> Location:
-        """Parse a path or URI, the inverse of `Location.name`. Raises ConfigError for a name that cannot be,
-        UnreadableFileError for a store that does not answer."""
+        """Parse a path or URI, the inverse of `Location.name`. Raises ConfigError and UnreadableFileError."""
         _refuse_impossible(name)
         uri = _URI.fullmatch(name)
         if uri is None:
@@ -177,8 +176,7 @@ class Location:
         return glob.has_magic(self.path) and not self.exists
 
     def below(self) -> tuple[list[Location], list[Location]]:
-        """Return the files below a folder, and the folders that cannot be listed, in order, without those with a
-        leading dot. Links to folders are followed; no folder is listed twice."""
+        """Return the files below a folder, and folders that cannot be listed, each once, without leading dots."""
         num_above = len(PurePosixPath(self.path).parts)
         files, unreadable = [], []
         try:
@@ -311,8 +309,7 @@ class Location:
         return self.local_path
 
     def lock(self) -> IO[bytes] | None:
-        """Make and lock this file until the returned file is closed, or the process ends. Return None where there are
-        no locks, as in a remote store. Raises BlockingIOError while another process has the lock."""
+        """Lock this file until it is closed; None if it has no locks. Raises BlockingIOError while it is locked."""
         if self.local_path is None:
             return None
         self.folder.make_folder()

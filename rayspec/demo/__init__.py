@@ -79,8 +79,7 @@ def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[
 
 
 def example_documents(*, pages: bool) -> list[SampleDocument]:
-    """Return twelve documents of 200 to 2000 words: audit reports, and with `pages` in place of the last six of them
-    pages of Python's own documentation, as far as this Python has them."""
+    """Return twelve documents of 200 to 2000 words: reports, or with `pages` up to six pages of Python's help."""
     found = [name for name in _EXAMPLE_PAGES if pages and name in topics]
     reports = [
         SampleDocument(id=f"report-{number:02}", text=report.text, summary=report.summary)

@@ -32,8 +32,7 @@ _FEW_LOGPROBS = 5_000
 
 
 class Limit:
-    """Limits what takes memory in an engine: background sequences, or log-probabilities. Work is admitted in the order
-    of arrival, while fewer than `most` are under way; it may have more itself."""
+    """Admits work that takes memory in an engine in order of arrival, while fewer than `most` are under way."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0

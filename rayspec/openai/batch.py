@@ -1,5 +1,4 @@
-"""OpenAI's Batch format, and the objects of its Files and Batch APIs. Ids follow from the file's name and the line's
-custom_id, so that a resumed run writes the same ids."""
+"""OpenAI's Batch format, and the objects of its Files and Batch APIs. A resumed run writes the same ids."""
 
 from __future__ import annotations
 
@@ -134,8 +133,7 @@ class _Fields(StrictBody):
 
 
 def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
-    """Yield the requests of a file, in order and on demand; failed results for lines that are none, or repeat a
-    custom_id. lines: of `limited_lines`. source: the file's name, which is part of the ids."""
+    """Yield the requests of a file on demand, and failed results for other lines. source: is part of the ids."""
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line

@@ -394,8 +394,7 @@ class ThinkParser:
 
 
 class HarmonyParser:
-    """Finds the messages in the format of gpt-oss. Analysis is reasoning, and so is what is sent to other tools than
-    functions. What has no header is content. has_tools: messages to functions are calls."""
+    """Finds the messages of gpt-oss. Without a header they are content. has_tools: those to functions are calls."""
 
     def __init__(self, *, has_tools: bool, is_parallel: bool) -> None:
         self.num_calls = 0

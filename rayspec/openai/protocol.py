@@ -45,8 +45,7 @@ def invalid(field: str, problem: str) -> PydanticCustomError:
 
 
 def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
-    """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON), for
-    more than 200 levels, for too many parts or bytes, and for a key that stands twice in an object."""
+    """Parse JSON. Raises InvalidRequestError, also for NaN, half surrogates, repeated keys, and too many parts."""
     if max_bytes is not None and len(content) > max_bytes:
         raise InvalidRequestError(f"more than {max_bytes} bytes", code="request_too_large", status=413)
     if _has_more(_MOST_PARTS, _PARTS, content) or _has_more(_MOST_ITEMS, _ITEMS, content):
@@ -101,8 +100,7 @@ class ApiError:
 
     @classmethod
     def of(cls, error: RayspecError) -> ApiError:
-        """Convert an error. Status: 400 for an invalid request, 500 for a request that made the model fail, 503 for an
-        engine that is gone. Messages of the server's own errors are hidden from clients."""
+        """Convert an error to status 400, 500 if the model failed, or 503 without its message if there is no engine."""
         if not isinstance(error, RequestError):
             return cls(503, error.kind, "The engine cannot serve this request now. Please try again later.")
         message = _short(str(error))

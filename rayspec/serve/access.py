@@ -140,8 +140,7 @@ def network_of(host: str | None) -> str:
 
 
 class Admission:
-    """Counts the total weight of the requests under way, and refuses more while it is `most` or more (None: no limit),
-    large ones no more often. At the limit, each client may still have its share of `most`."""
+    """Counts the weight of requests under way, and refuses more from `most` on; each client may have its share."""
 
     def __init__(self, most: int | None = None, refusal: ApiError = BUSY) -> None:
         self._most, self._refusal = most, refusal

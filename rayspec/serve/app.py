@@ -32,8 +32,7 @@ _MODEL_SERVER: Any = "rayspec.serve.model_server.ModelServer"
 
 
 class PatientRouter(PowerOfTwoChoicesRequestRouter):
-    """Serve's default choice of a replica, with longer deadlines: a step of the engine can block the interpreter for
-    longer than Serve's 0.1 s. Serve copies the class by value, so it keeps no state of this module."""
+    """Serve's choice of a replica, with longer deadlines than 0.1 s. It is copied by value: no state of this module."""
 
     queue_len_response_deadline_s = 2.0
     max_queue_len_response_deadline_s = 10.0
@@ -131,8 +130,7 @@ def model_deployment(config: LLMConfig, *, replica_timeout_s: float, name: str, 
 
 
 def _deployment(own: DeploymentOptions, option: str, *, actor: Mapping[str, Any], **ours: Any) -> Any:
-    """Return Serve's decorator. own: the user's options, from `option`. actor: defaults for missing
-    `ray_actor_options`. ours: options that rayspec sets. Raises ConfigError for options that Serve refuses."""
+    """Return Serve's decorator. own: the user's `option`. Raises ConfigError for options that Serve refuses."""
     given = own.model_dump(exclude_none=True)
     _check_names(given, inspect.signature(serve.deployment).parameters.keys() - _FIXED, option)
     scaling = given.get("autoscaling_config")

@@ -101,8 +101,7 @@ async def _drop_body(receive: Receive) -> None:
 
 
 class _Parser(h11.Connection):
-    """Refuses long headers, also where they come at once, and bodies of tiny chunks, which cost the event loop as much
-    as kilobytes do. Takes the host of a whole URI as the target (RFC 9112, 3.2.2)."""
+    """Refuses long headers and bodies of tiny chunks, which are slow. Takes the host of a whole URI (RFC 9112)."""
 
     _num_chunks = 0
     _num_bytes = 0
@@ -187,8 +186,7 @@ class _HttpConnection(H11Protocol):
             self._wait("reader")
 
     def _wait(self, what: Literal["headers", "reader"] | None) -> None:
-        """Wait for the client with a deadline, which stays if it is that of the same wait. None: without a deadline, as
-        uvicorn has its own for a connection that is idle between requests."""
+        """Wait for the client with a deadline, which the same wait keeps. None: uvicorn's own, for idle connections."""
         if what == self._waits_for:
             return
         if self._deadline is not None:

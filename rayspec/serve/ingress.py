@@ -55,8 +55,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # pr
 
 
 class Ingress:
-    """Passes requests on to models. models: Serve's handles, by id. runner: that of the BatchRunner; None where batches
-    are off. hosts: see `allowed_host`. num_ingresses: ingresses that share what the models admit."""
+    """Passes requests on to models. models, runner: Serve's handles. num_ingresses: share what the models admit."""
 
     def __init__(
         self,
