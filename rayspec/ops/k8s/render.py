@@ -227,19 +227,18 @@ def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
         "device": "cpu" if options.cpus is not None else "cuda",
         "max_model_len": asked.num_tokens,
         "max_num_seqs": asked.concurrency,
+        "dtype": None if options.dtype == "auto" else options.dtype,
+        "num_threads": options.cpus,
     }
-    if options.dtype != "auto":
-        engine["dtype"] = options.dtype
     replicas = plan.num_copies if options.kind == "job" else 1  # of a service, Serve makes the replicas
     parallel: dict[str, Any] = {}  # empty for a single copy in one process
     if num_stages * asked.num_ranks > 1 or replicas > 1:
         start_timeout_s = float(max(_LEAST_START_S, math.ceil(plan.checkpoint_bytes / _LOADING_BYTES_PER_S)))
         parallel = {"stages": num_stages, "start_timeout_s": start_timeout_s}
-        parallel |= {"tensor": asked.num_ranks} if asked.num_ranks > 1 else {}
-        parallel |= {"replicas": replicas} if replicas > 1 else {}
-    if options.cpus is not None:
-        engine["num_threads"] = options.cpus
-        parallel |= {"cpus_per_shard": float(options.cpus)} if parallel else {}
+        parallel |= {"tensor": asked.num_ranks if asked.num_ranks > 1 else None}
+        parallel |= {"replicas": replicas if replicas > 1 else None}
+        parallel |= {"cpus_per_shard": float(options.cpus) if options.cpus else None}
+    engine, parallel = ({name: value for name, value in some.items() if value} for some in (engine, parallel))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         undefined=jinja2.StrictUndefined,

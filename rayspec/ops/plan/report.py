@@ -24,25 +24,24 @@ def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
     """Return flags that make this layout: of commands that make an engine, of `rayspec.LLM` after the model, of
     `rayspec placement`, which shows the first copy, and of `rayspec k8s render`. The last are None for copies on
     different kinds of GPUs, which Ray could not distinguish. options: with a context."""
-    dtype = {} if options.dtype == "auto" else {"dtype": options.dtype}
+    dtype = None if options.dtype == "auto" else options.dtype
     engine: dict[str, Any] = {"max_model_len": options.num_tokens, "max_num_seqs": layout.concurrency}
-    engine |= {"max_num_batched_tokens": options.max_num_batched_tokens} | dtype
-    arguments = engine | ({"parallel": layout.parallel} if layout.parallel else {})
+    engine |= {"max_num_batched_tokens": options.max_num_batched_tokens, "dtype": dtype}
     copy: dict[str, Any] = {"gpus": layout.groups[0].options.gpus, "stages": layout.stages, "tensor": layout.tensor}
     copy |= {"context": options.num_tokens, "concurrency": layout.concurrency}
-    copy |= {"quantization": options.quantization} if options.quantization is not None else {}
-    copy |= dtype
-    weights = {"draft_weights": ",".join(options.draft_weights)} if options.draft_weights else {}
-    copies = {"replicas": layout.replicas} if layout.replicas > 1 else {}
-    copies |= {"gpus_per_node": options.max_ranks} if options.max_ranks != DEFAULT_GPUS_PER_NODE else {}
+    copy |= {"quantization": options.quantization, "dtype": dtype}
+    copies = {"replicas": layout.replicas if layout.replicas > 1 else None}
+    copies |= {"gpus_per_node": options.max_ranks if options.max_ranks != DEFAULT_GPUS_PER_NODE else None}
 
     def joined(values: dict[str, Any]) -> str:
-        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value)
 
     return {
         "engine": joined(engine | layout.parallel),
-        "python": ", ".join(f"{name}={value!r}" for name, value in arguments.items()),
-        "placement": joined(copy | weights),
+        "python": ", ".join(
+            f"{name}={value!r}" for name, value in {**engine, "parallel": layout.parallel}.items() if value
+        ),
+        "placement": joined(copy | {"draft_weights": ",".join(options.draft_weights)}),
         "render": joined(copy | copies) if len(layout.groups) == 1 else None,
     }
 
