@@ -36,8 +36,7 @@ from rayspec.types import UnsupportedModelError
 IMPLEMENTATION = "rayspec"
 # Up to this number of rows, query heads that share a key head are folded into rows: keys are read once, not per head.
 _MAX_FOLDED_ROWS = 32
-# A run whose keys take at least so many bytes is read in place. Shorter runs are gathered: this costs less than a call
-# for each run.
+# A run whose keys take at least so many bytes is read in place. Shorter runs are gathered: fewer calls cost less.
 _LONG_RUN_BYTES = 2**20
 # With "blocks", a call reads a multiple of so many keys. torch's flash kernel for CPUs then adds up the keys of a row
 # in the same order, whether the row is alone or in a chain (measured in bfloat16; not so with blocks of 16 keys).
@@ -91,8 +90,7 @@ class _Calls:
     few: tuple[slice | Tensor, Tensor, Tensor] | None = None
 
 
-# `_Calls` depend on these: the keys that rows read, the sliding window, the softcap, whether results can be merged, and
-# how many query heads share a key head.
+# On what `_Calls` depend: keys that rows read, sliding window, softcap, `_Attention._merges` and `._group_size`.
 _CallsKey: TypeAlias = tuple[Keys, int | None, float | None, bool, int]
 
 

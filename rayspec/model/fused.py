@@ -67,11 +67,9 @@ _OPERATOR_ACTIVATIONS = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
 }
-# The largest error of a copy's output, as a share of the norm of the sublayer's output: about twice that of random
-# weights. A larger error means that the weights, or the kernel on this machine, are faulty.
+# The largest error of a copy's output, as a share of the norm of the output: about twice that of random weights.
 _LARGEST_ERROR: dict[Weights, float] = {"int8": 0.05, "int4": 0.35}
-# What a body raises for a block of another layout, or a GPU kernel that does not compile: Triton's errors are of many
-# types. Each is reported.
+# What a body raises for a block of another layout, or a GPU kernel that does not compile. Each is reported.
 _MISFITS = (Exception,)
 
 

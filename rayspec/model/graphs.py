@@ -82,8 +82,7 @@ class StaticStep:
         self.buffers.keep_rope(rows)
 
 
-# Eager passes of a plan of a draft, or of a bucket of prompt chunks, before it is captured: a capture takes about as
-# long as this number saves.
+# Eager passes of a draft's plan, or of a bucket of prompt chunks, before it is captured: as many as a capture costs.
 _NUM_EAGER_RARE = 8
 _MAX_COUNTED = 4096
 

@@ -212,8 +212,7 @@ _FEWEST_STEPS, _OFF_LEVEL, _MOST = 5, 0.05, 0.9
 # The int4 kernel's layout has blocks of 64 rows; the last block has a multiple of 16 rows.
 _BLOCK_ROWS = 64
 _ROW_MULTIPLE = 16
-# With more rows an int4 product is no faster than a product in full: on a CPU as measured, on a GPU as supposed. There,
-# torch's product in full is faster with more rows, too (docs/gpu.md).
+# With more rows an int4 product is no faster than one in full (measured on a CPU; for a GPU see docs/gpu.md).
 FEW_ROWS, FEW_ROWS_ON_GPU = 4, 16
 # Up to so many rows, the sums of `rayspec::product` in full have the same order.
 ONE_ORDER = 64

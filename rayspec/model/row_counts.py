@@ -20,8 +20,7 @@ from rayspec.model.sublayers import Decomposition, Sublayer
 # largest count that seems to agree with the smaller ones may belong to another kernel.
 _MOST_ROWS = (64, 32, 16, 8)
 _LEAST_ROWS = (1, 2, 4, 8)
-# Random inputs for each test: so many that passes of 64 rows give `_NUM_TESTED` results, but at most `_MAX_TRIALS`. The
-# other counts are tested by about as many results.
+# Random inputs for each test: so many that passes of 64 rows give `_NUM_TESTED` results, but at most `_MAX_TRIALS`.
 _NUM_TESTED = 2**18
 _MAX_TRIALS = 4
 # The test of chains: the places before them. The kernel reads 512 keys at a time.

@@ -152,8 +152,7 @@ class RowSpan(msgspec.Struct, frozen=True):
         return paths
 
 
-# Up to this number, the bits of a row's result do not depend on how many rows its sequence has. Rows of a tree are bits
-# of one int64.
+# Rows of a tree are bits of one int64. Up to so many rows of a sequence, a row's bits do not depend on their number.
 MAX_TREE_ROWS = 63
 # Splits of a context in attention on a GPU, and the length that they have at least: short contexts have fewer splits.
 # Above so many places, and at each doubling of these, splits become longer.

@@ -24,8 +24,7 @@ from rayspec.types import ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]
 
-# int4: 4 bits, and a 16-bit scale for each group of 128, as in GPTQ and AWQ. The 8-bit formats have one scale per row
-# or per block of 128 x 128: too few to count.
+# int4: 4 bits, and a 16-bit scale for each group of 128, as in GPTQ and AWQ. The 8-bit formats have fewer scales.
 BYTES_PER_LINEAR_WEIGHT: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
 
 

@@ -16,8 +16,7 @@ from rayspec.choices import SKIP, Choice, Weights, keys_of, weights_of
 from rayspec.model.attention import AttentionCalls, Rows
 from rayspec.model.kv_cache import LayerShape
 
-# A callback that `run` calls with a sublayer's index and the hidden states after it. The "tap" of a token is its hidden
-# states at all sublayer boundaries.
+# `run` calls it with a sublayer's index and the states after it. A token's "tap" is its states at all boundaries.
 Tap = Callable[[int, Tensor], None]
 Body: TypeAlias = Callable[[Tensor, Rows], Tensor]
 

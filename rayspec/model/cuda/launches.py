@@ -18,8 +18,7 @@ from rayspec.model.cuda import kernels
 from rayspec.model.rows import LEAST_SPLIT_LENGTH, MOST_SPLITS
 from rayspec.model.rows import power_of_two as _padded
 
-# A sequence with more rows is a chunk of a prompt. Up to this number all launches have the same tile, so that a row has
-# the same bits in a decode, a verify and a tree of the same `max_context`.
+# More rows are a chunk of a prompt. Up to so many, all launches have the same tile, and so a row has the same bits.
 MAX_SMALL_ROWS = 64
 _MAX_KEY_TILE_BYTES = 2**14
 # Programs of a launch that read keys: about four for each multiprocessor of a large GPU.

@@ -103,7 +103,8 @@ def check_memory(bytes_free: int | None = None) -> Finding:
 
 
 def check_shared_memory(num_bytes: int | None = None, memory: int | None = None) -> Finding:
-    size = shutil.disk_usage(_SHARED).total if num_bytes is None else num_bytes
+    there = shutil.disk_usage(_SHARED).total if Path(_SHARED).exists() else 0
+    size = there if num_bytes is None else num_bytes
     store = int(_STORE_SHARE * (bytes_in_total() if memory is None else memory))
     found = f"{_SHARED} has {size / _GIB:.1f} GiB"
     if size >= store:

@@ -29,8 +29,7 @@ from rayspec.ops.plan.placement import Placement, placed_dtype, rank_sizes
 from rayspec.types import ConfigError
 
 GIB = 2**30
-# Memory in addition to the weights. Of a shard: torch, CUDA context and pinned buffers. Of a pod: the engine, Serve's
-# proxy and the readers of documents.
+# In addition to the weights: torch, CUDA context, pinned buffers; engine, Serve's proxy and readers of documents.
 _SHARD_BYTES, _POD_BYTES = 4 * GIB, 6 * GIB
 _OBJECT_STORE_BYTES, _NCCL_BYTES = 2 * GIB, GIB
 _CPUS_BESIDE_SHARDS = 4  # the engine's actor, the ingress, and for Ray Data two

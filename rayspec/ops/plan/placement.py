@@ -198,8 +198,6 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
 
     for tensor in _tensor_degrees(config, gpus, options):
         sizes, num_groups = rank_sizes(config, options, tensor), len(gpus) // tensor
-        if not sizes.splits and tensor > 1:
-            continue
         stages = {min(num_groups // replicas, len(sizes.starts)) for replicas in range(1, num_groups + 1)}
         most = min(options.concurrency, max_replicas or num_groups)
         replicas_of = {count: min(num_groups // count, most) for count in ([1] if sizes.why_whole else sorted(stages))}
@@ -213,6 +211,8 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
             layout = {"stages": count, "tensor": tensor, "concurrency": concurrency}
             groups = tuple(replace(placed(sizes, own, **layout), num_copies=copies) for own, copies in alike.items())
             yield Layout(stages=count, tensor=tensor, replicas=replicas, groups=groups, sizes=sizes)
+        if not sizes.splits:  # ranks cannot share its layers
+            return
 
 
 def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: PlanOptions) -> list[int]:

@@ -89,6 +89,11 @@ def test_packages_are_held_against_what_is_required() -> None:
     assert "pydantic" not in lacking.found
 
 
+def test_a_machine_without_shared_memory_has_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rayspec.ops.doctor.machine._SHARED", str(tmp_path / "shm"))
+    assert check_shared_memory().found.startswith(f"{tmp_path / 'shm'} has 0.0 GiB, and Ray's object store wants")
+
+
 def test_a_folder_that_is_not_there_yet_is_on_the_disk_of_the_one_above(tmp_path: Path) -> None:
     found, above = (check_ray_folder(str(folder)).found for folder in (tmp_path / "a" / "b", tmp_path))
     assert found.split("disk is")[1][:3] == above.split("disk is")[1][:3]

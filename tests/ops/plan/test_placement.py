@@ -9,7 +9,8 @@ from transformers import Gemma3TextConfig, LlamaConfig
 from rayspec.config import EngineConfig
 from rayspec.decode.loading import cache_size
 from rayspec.model.matrices import num_bytes
-from rayspec.model.sizes import model_sizes, quantised_bytes
+from rayspec.model.sizes import ModelSizes, model_sizes, quantised_bytes
+from rayspec.ops.plan import placement
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, layouts, place
@@ -177,3 +178,16 @@ def test_recurrent_state_counts_for_each_sequence(family: str, run: Any, tmp_pat
     assert "option 'tensor' is 2" in refused.stderr
     [*_, best] = rank_layouts(config, PlanOptions(gpus="2xL4", context=100, output_tokens=50, concurrency=7)).candidates
     assert sum(stage.kv_bytes for stage in best.layout.groups[0].stages) > 0
+
+
+def test_a_model_that_ranks_cannot_share_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    degrees: list[int] = []
+
+    def note(*given: Any, **options: Any) -> ModelSizes:
+        degrees.append(options["tensor"])
+        return model_sizes(*given, **options)
+
+    monkeypatch.setattr(placement, "model_sizes", note)
+    config = every_type.config_of("qwen3_next")
+    assert list(layouts(config, PlanOptions(gpus="4xL4", context=100, output_tokens=50)))
+    assert degrees == [1]
