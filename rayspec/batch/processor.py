@@ -70,7 +70,9 @@ class ProcessorConfig(Options):
     max_engine_restarts: int = Field(3, ge=0)
 
     @model_validator(mode="after")
-    def _concurrency_is_a_range(self) -> Self:
+    def _consistent(self) -> Self:
+        if (other := self.engine_kwargs.get("model")) is not None:
+            raise ValueError(f"option 'engine_kwargs.model' is {other!r}: name it as model_source")
         least, most = self.concurrency if isinstance(self.concurrency, tuple) else (self.concurrency, self.concurrency)
         if not 1 <= least <= most:
             raise ValueError(f"option 'concurrency' is {self.concurrency}: give 1 or more engines, or (least, most)")

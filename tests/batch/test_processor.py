@@ -196,3 +196,5 @@ def test_concurrency_is_replicas() -> None:
     for wrong in (0, (3, 1), (0, 2)):
         with pytest.raises(ConfigError, match=r"option 'concurrency' is .*: give 1 or more engines, or .least, most."):
             ProcessorConfig(model_source="demo", concurrency=wrong)
+    with pytest.raises(ConfigError, match="name it as model_source"):
+        ProcessorConfig(model_source="demo", engine_kwargs={"model": "demo-plain"})
