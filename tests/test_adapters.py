@@ -164,6 +164,9 @@ LAYER = "base_model.model.model.layers.1"
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\]"),
         ({"peft_type": "IA3"}, "peft_type 'IA3', not LORA"),
+        # The first pattern takes Python's own search longer than a life.
+        ({"alpha_pattern": {r"(\w+\.?)+[^\w.]": 1, "(": 1}}, "pattern of alphas that cannot be used"),
+        ({"tensors": {f"layers.1.{'a.' * 200}lora_A.weight": torch.ones(1, 1)}}, "which is not supported"),
         ({"tensors": {"base_model.model.lm_head.lora_A.weight": torch.ones(1, 1)}}, "lm_head.lora_A.weight"),
         (
             {"tensors": {f"{LAYER}.self_attn.q_proj.lora_{one}.weight": torch.ones(2, 2) for one in "AB"}},

@@ -113,9 +113,24 @@ def _quiet() -> Iterator[None]:
 @lru_cache(maxsize=1)  # modified_ns: a file that was replaced is read again
 def _parsed(file: Path, modified_ns: int) -> Any:
     try:
-        return import_module("gguf").GGUFReader(file)
-    except (ValueError, IndexError, KeyError, OverflowError) as error:
+        return _reader()(file)
+    except (ValueError, IndexError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged, or no GGUF file ({error}): fetch it again") from error
+
+
+def _reader() -> Any:
+    """Return gguf's reader, which reads nothing after the end of the file: by itself it takes time and memory for as
+    many numbers as a damaged file says that an array has."""
+    library: Any = import_module("gguf.gguf_reader")
+
+    class Reader(library.GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
+            found = super()._get(offset, dtype, count, *order, **named)
+            if len(found) < count:
+                raise ValueError(f"it ends before the {count} numbers at byte {offset}")
+            return found
+
+    return Reader
 
 
 def forget_parsed() -> None:

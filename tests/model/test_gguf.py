@@ -1,4 +1,5 @@
 import shutil
+import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -128,6 +129,19 @@ def test_damaged_files_are_refused(folder: Path, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=path.name):
             load_model(_config(path))
+
+
+@pytest.mark.parametrize(
+    ("array", "problem"),
+    [(struct.pack("<IQ", 0, 2**60), "it ends before"), (2000 * struct.pack("<IQ", 9, 1), "maximum recursion depth")],
+    ids=["endless", "nested"],
+)
+@pytest.mark.timeout(20)
+def test_an_array_takes_no_more_than_its_bytes(array: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 9) + array)
+    with pytest.raises(CheckpointError, match=problem):
+        load_model(_config(path))
 
 
 def test_scaled_positions_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
