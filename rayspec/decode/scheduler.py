@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rayspec.decode.requests import SequenceState
@@ -171,7 +171,7 @@ class Scheduler:
 
     Clients take turns: the next sequence is the first of the client that has the fewest running; of several, not of the
     last client that got a place. A client that has none takes the place of the youngest sequence of the client that has
-    most, unless that is its only one.
+    most, unless that is its only one. Of the prompt tokens of a step, clients have equal shares.
 
     Sequences of background requests wait behind the others, and are preempted first, also for others that wait. They
     are admitted while less than three quarters of `max_num_seqs` run. The last of them that runs is kept, and while
@@ -239,7 +239,7 @@ class Scheduler:
     ) -> Step:
         """Return the next step of a cohort, while the cohorts `in_flight` have work under way. most_with_round,
         most_with_streams: how many prompt tokens may run together with a round, and with a round in which a sequence
-        streams. None: as many as without a round."""
+        streams or which clients share. None: as many as without a round."""
         step = Step()
         for sequence in self.running:
             self.kv.register(sequence)
@@ -257,7 +257,8 @@ class Scheduler:
         most = most_of_background = self._max_prefill_tokens
         if step.decode:
             with_round, with_streams = (most if one is None else one for one in (most_with_round, most_with_streams))
-            most = with_streams if any(sequence.streams for sequence in step.decode) else with_round
+            is_shared = len({sequence.client for sequence in members if not sequence.background}) > 1
+            most = with_streams if is_shared or any(sequence.streams for sequence in step.decode) else with_round
             is_alone = all(sequence.background for sequence in step.decode)
             most_of_background = most if is_alone else min(most, with_streams)
         self._cut_chunks(members, step, most, most_of_background)
@@ -358,10 +359,10 @@ class Scheduler:
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step, most: int, most_of_background: int) -> None:
         unread = [one for one in members if not one.prefilled and one.num_computed < one.num_tokens]
         kept = min(most_of_background, most // 4) if any(one.background for one in unread) else 0
-        room = {False: most - kept, True: most_of_background}
+        shares = _shares((one for one in unread if not one.background), most - kept)
         for sequence in sorted(unread, key=lambda one: one.background):
             num_left = sequence.num_tokens - sequence.num_computed
-            num_tokens = min(num_left, room[sequence.background])
+            num_tokens = min(num_left, most_of_background if sequence.background else shares[sequence.client])
             if num_tokens <= 0:
                 continue
             first = sequence.num_computed
@@ -387,8 +388,11 @@ class Scheduler:
                     replay=first >= sequence.num_prompt_tokens,
                 )
             )
-            room[sequence.background] -= num_tokens
-            room[True] = min(room[True], most - sum(len(one.token_ids) for one in step.chunks))
+            if sequence.background:
+                most_of_background -= num_tokens
+            else:
+                shares[sequence.client] -= num_tokens
+            most_of_background = min(most_of_background, most - sum(len(one.token_ids) for one in step.chunks))
 
     def _num_pages_needed(self, sequence: SequenceState) -> int:
         num_tokens = min(len(sequence.token_ids) + self._lookahead, sequence.max_total_tokens)
@@ -397,6 +401,17 @@ class Scheduler:
     def _grow(self, sequence: SequenceState) -> bool:
         room = min(_num_pages(sequence.max_total_tokens + self._num_beside), self.kv.pool.num_pages)
         return self.kv.grow(sequence, self._num_pages_needed(sequence), room)
+
+
+def _shares(unread: Iterable[SequenceState], room: int) -> dict[str, int]:
+    """Divide the prompt tokens of a step among clients: each gets an equal share, or what it needs if that is less."""
+    needs, shares = Counter[str](), dict[str, int]()
+    for sequence in unread:
+        needs[sequence.client] += sequence.num_tokens - sequence.num_computed
+    for num_others, (client, need) in zip(range(len(needs))[::-1], needs.most_common()[::-1], strict=True):
+        shares[client] = min(need, -(-room // (num_others + 1)))
+        room -= shares[client]
+    return shares
 
 
 def _num_pages(num_tokens: int) -> int:

@@ -327,6 +327,18 @@ def test_the_only_place_of_a_client_is_not_taken() -> None:
     assert not world.num_preemptions
 
 
+def test_a_long_prompt_leaves_other_clients_their_share_of_a_step() -> None:
+    world = _world(4000, 8, 64)
+    for index in range(2):
+        world.add(_sequence(index, 1000, 5, client="long"))
+    world.step()
+    for name, length in (("other", 10), ("third", 100)):
+        world.add(_sequence(length, length, 5, client=name))
+    chunks = [{one.sequence_id: len(one.token_ids) for one in world.step().chunks} for _ in range(5)]
+    both = {"0": 32, "100": 32}
+    assert chunks == [{"0": 27, "10": 10, "100": 27}, both, both, {"0": 55, "100": 9}, {"0": 64}]
+
+
 def test_background_requests_leave_room_and_wait_behind_others() -> None:
     world = _world(4000, 8)
     for index in range(100):
@@ -423,17 +435,17 @@ def test_one_background_request_goes_on_under_any_load(max_num_seqs: int) -> Non
         assert num_steps < 500
 
 
-def test_beside_texts_that_are_read_as_they_grow_chunks_are_small() -> None:
-    for streams in (False, True):
+def test_beside_texts_that_are_read_as_they_grow_or_are_of_others_chunks_are_small() -> None:
+    for streams, client in ((False, ""), (True, ""), (False, "other")):
         scheduler = Scheduler(400, max_num_seqs=2, max_prefill_tokens=64, lookahead=2)
         world = _World(scheduler, 2, 0)
-        first = _sequence(0, 10, 30)
+        first = _sequence(0, 10, 30, client=client)
         first.streams = streams
         world.add(first)
         world.step()
         scheduler.add(_sequence(1, 100, 5))
         step = scheduler.schedule(most_with_streams=16)
-        assert [chunk.rows.num_rows for chunk in step.chunks] == [16 if streams else 64]
+        assert [chunk.rows.num_rows for chunk in step.chunks] == [16 if streams or client else 64]
         assert not scheduler.schedule(0, (), 0, 0).chunks
         scheduler.remove(first)
         assert [chunk.rows.num_rows for chunk in scheduler.schedule(0, (), 0, 0).chunks] == [64]
