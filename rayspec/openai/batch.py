@@ -194,7 +194,7 @@ async def answer(
     except RayspecError:
         raise
     except Exception:  # a fault of ours is one line's, too
-        _logger.exception("line %s failed", line.custom_id)
+        _logger.exception("line %r failed", line.custom_id)
         return line.result(INTERNAL.status, json_body(INTERNAL))
     return line.result(200, json_body(response))
 

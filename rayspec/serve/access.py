@@ -16,6 +16,7 @@ from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import Self
@@ -296,6 +297,11 @@ class Entry:
                 yield received
         finally:
             self._arriving.pop(late, None)
+
+    def client(self, request: Request) -> str:
+        """Return what stands for the client of an admitted request: its key, or its network."""
+        owner = self.keys.owner(request.headers.get("authorization"))
+        return owner or network_of(request.client and request.client.host)
 
     def guarded(self, app: ASGIApp, *, open_paths: Collection[str]) -> ASGIApp:
         """Return the application without requests that may not enter. open_paths: paths that need no key."""

@@ -12,9 +12,10 @@ from fastapi.responses import Response, StreamingResponse
 
 from rayspec.openai.batch import Batch, BatchRequest, Deleted, FileObject, Page, PageRequest
 from rayspec.openai.protocol import InvalidRequestError
-from rayspec.serve.access import json_response
+from rayspec.serve.access import Places, json_response
 from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.bodies import BodyReader, read_form
+from rayspec.serve.calls import while_connected
 from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
 
@@ -33,11 +34,17 @@ _CONTENT: dict[int | str, dict[str, Any]] = {
 
 
 def add_batch_routes(
-    app: FastAPI, described: Description, options: ServeOptions, runner: Any, bodies: BodyReader
+    app: FastAPI,
+    described: Description,
+    options: ServeOptions,
+    runner: Any,
+    bodies: BodyReader,
+    client_of: Callable[[Request], str],
 ) -> None:
-    """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches."""
+    """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches. client_of:
+    returns what stands for the client of a request."""
     folder = None if options.batches is None else BatchStore.at(options.batches)
-    listing = asyncio.Semaphore(1)  # a list may read every file.json, and other requests need the threads, too
+    listing = Places(1, leaves_room=False)  # a list may read every file.json; other requests need the threads, too
 
     def store() -> BatchStore:
         if folder is None:
@@ -47,8 +54,13 @@ def add_batch_routes(
     def of_list(work: Callable[[BatchStore, PageRequest], Any]) -> Callable[..., Any]:
         async def route(request: Request) -> Response:
             query = PageRequest.parse(dict(request.query_params))
-            async with listing:
+            client = client_of(request)
+            turn = listing.ask(client)
+            try:
+                await while_connected(request, turn)
                 return json_response(await asyncio.to_thread(work, store(), query))
+            finally:
+                listing.leave(client, turn)
 
         return route
 
@@ -73,7 +85,7 @@ def add_batch_routes(
     async def create_batch(request: Request) -> Response:
         with ExitStack() as held:
             asked, _ = await bodies.read(request, BatchRequest, held)
-        batch = await asyncio.to_thread(store().new_batch, asked)
+        batch = await asyncio.to_thread(store().new_batch, asked, client_of(request))
         runner.wake.remote()
         return json_response(batch)
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 import reprlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ _LOOK_EVERY_S = 5.0
 _SAVE_AFTER_S = 1.0
 _SAVE_SHARE = 0.01  # of a batch's run time so far: results have few parts, and few lines run again after a loss
 _SWEPT_AGE_S = 3600.0
-_MOST_RUNS = 4  # batches at once, and one more that only has to be ended; the others wait
+_MOST_RUNS = 4  # batches at once; the others wait
+_MOST_CLIENTS = 16  # batches at once if each is the only one of its client, and one more that only has to be ended
 _LINES_AT_ONCE = 1024
 _BYTES_AT_ONCE = 8 * 2**20  # of a batch's lines, and of its results that are not saved yet
 _MOST_LOSSES = 3  # of a line, while no other lost line runs; then the line fails
@@ -52,6 +54,7 @@ class BatchRunner:
         self._num_places = {one.model_id: one.engine.num_seqs for one in options.llm_configs}
         self._places = {name: Places(most, leaves_room=False) for name, most in self._num_places.items()}
         self._runs: dict[str, asyncio.Task[None]] = {}
+        self._known: dict[str, tuple[Batch, str]] = {}  # that wait or run, by id, with their clients
         self._ended: set[str] = set()  # the ids of batches
         self._lock: IO[bytes] | None = None
         self._is_waiting, self._has_told = True, False
@@ -66,16 +69,14 @@ class BatchRunner:
             task.cancel()
 
     async def _keep(self) -> None:
-        """Lock the folder, and start its batches that have not ended: the cancelled and expired, then the oldest."""
+        """Lock the folder, and start its batches that have not ended."""
         while True:
             try:
                 if self._is_waiting:
                     self._lock = await asyncio.to_thread(self._store.lock)
                     self._is_waiting = False
                     await asyncio.to_thread(self._store.sweep, _SWEPT_AGE_S)
-                for batch, is_over in sorted(await asyncio.to_thread(self._waiting), key=lambda one: not one[1]):
-                    if len(self._runs) < _MOST_RUNS + is_over:
-                        self._runs[batch.id] = asyncio.create_task(self._run(batch))
+                self._start(await asyncio.to_thread(self._waiting))
             except ConfigError as error:
                 logger.log(logging.DEBUG if self._has_told else logging.WARNING, "the batches wait: %s", error)
                 self._has_told = True
@@ -85,6 +86,19 @@ class BatchRunner:
                 await asyncio.wait_for(self._woken.wait(), _LOOK_EVERY_S)
             self._woken.clear()
 
+    def _start(self, waiting: Iterable[tuple[Batch, bool]]) -> None:
+        """Start batches: the cancelled and expired, then in turn those of clients with the fewest, the oldest first. A
+        client that has none waits for nobody."""
+        held = Counter(self._known[name][1] for name in self._runs)
+        ranked = []
+        for batch, is_over in waiting:
+            client = self._known[batch.id][1]
+            ranked.append((not is_over, held[client], batch))
+            held[client] += 1
+        for waits, rank, batch in sorted(ranked, key=lambda one: one[:2]):
+            if len(self._runs) < (_MOST_RUNS if waits and rank else _MOST_CLIENTS + (not waits)):
+                self._runs[batch.id] = asyncio.create_task(self._run(batch))
+
     def _waiting(self) -> list[tuple[Batch, bool]]:
         """Return the batches that have not ended and do not run, and whether they only have to be ended."""
         waiting = []
@@ -92,9 +106,12 @@ class BatchRunner:
             if name in self._runs or name in self._ended:
                 continue
             with suppress(InvalidRequestError):  # deleted, or its first state is not written yet
-                batch = self._store.saved(name)
+                if name not in self._known:
+                    self._known[name] = self._store.saved(name), self._store.client(name)
+                batch = self._known[name][0]
                 if batch.status in FINAL:
                     self._ended.add(name)
+                    del self._known[name]
                 else:
                     is_over = batch.expires_at <= self._store.clock() or self._store.cancel_asked_at(name) is not None
                     waiting.append((batch, is_over))
@@ -107,6 +124,7 @@ class BatchRunner:
         except Exception:  # logged, and tried again
             logger.exception("batch %s cannot go on now", batch.id)
         finally:
+            self._known.pop(batch.id, None)  # first: the thread of `_waiting` looks at `_runs` before
             self._runs.pop(batch.id, None)
 
     async def _answer(self, batch_id: str, line: BatchLine) -> BatchResult | ApiError:

@@ -3,6 +3,7 @@
 files/ID/content      the content of the file
 files/ID/file.json    its FileObject, written after the content; without it, the file does not exist
 batches/ID/batch.json the newest Batch, written at its creation and by its runner
+batches/ID/client     what stands for the client that created it; clients do not see it
 batches/ID/cancel     exists once a client has asked to cancel; contains the time in Unix seconds
 batches/ID/results/   lines of answers, in parts that never change
 .lock                 locked by the server that runs the batches
@@ -124,8 +125,8 @@ class BatchStore:
         found = self._all("files", self.file, after=query.after, order=query.order)
         return Page.of((one for one in found if query.purpose in (None, one.purpose)), query.limit or _MOST_FILES)
 
-    def new_batch(self, asked: BatchRequest) -> Batch:
-        """Save and return a new batch. Raises InvalidRequestError where its input was not uploaded for batches."""
+    def new_batch(self, asked: BatchRequest, client: str = "") -> Batch:
+        """Save and return a new batch of a client. Raises InvalidRequestError where its input is for no batch."""
         if self.file(asked.input_file_id).purpose != "batch":
             problem = f"{asked.input_file_id!r} was not uploaded with purpose 'batch'; upload it again so"
             raise InvalidRequestError.of("input_file_id", problem)
@@ -139,8 +140,16 @@ class BatchStore:
             expires_at=now + asked.window_s,
             metadata=asked.metadata,
         )
+        self._place(batch.id).join("client").write(client.encode())
         self.save(batch)
         return batch
+
+    def client(self, batch_id: str) -> str:
+        """Return the client of a batch; an empty text for one of a server that did not note it."""
+        try:
+            return self._place(batch_id).join("client").read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
 
     def batch(self, batch_id: str) -> Batch:
         """Return a batch as clients see it: after a request to cancel, its status is `cancelling` until it ends."""

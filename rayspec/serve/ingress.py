@@ -38,7 +38,6 @@ from rayspec.serve.access import (
     Refused,
     error_response,
     json_response,
-    network_of,
 )
 from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
@@ -94,7 +93,7 @@ class Ingress:
             model, name = self._ready_model(asked.model), _name_of(request)
             own = self.model_of[asked.model]
             owner = self.entry.keys.owner(request.headers.get("authorization"))
-            client = owner or network_of(request.client and request.client.host)
+            client = self.entry.client(request)
             held.enter_context(self._admissions[own].admit(asked.num_sequences, client))
             places, is_streamed = self._places[own], asked.stream
             del asked  # its values take several times as much memory as the body
@@ -183,7 +182,7 @@ def build_app(ingress: Ingress) -> FastAPI:
     )
     described = Description()
     _add_model_routes(app, ingress, described)
-    add_batch_routes(app, described, ingress.options, ingress.runner, ingress.bodies)
+    add_batch_routes(app, described, ingress.options, ingress.runner, ingress.bodies, ingress.entry.client)
     _add_operator_routes(app, ingress, described)
     open_paths = frozenset({"/docs", "/health", "/ping"}) | _add_web(app)
     for kind in (RequestError, Refused, HTTPException, ClientDisconnect, Exception):

@@ -38,18 +38,18 @@ def store(tmp_path: Path) -> BatchStore:
     return BatchStore(Location.parse(str(tmp_path / "kept")))
 
 
-def new_batch(store: BatchStore, names: list[str], **body: str) -> Batch:
+def new_batch(store: BatchStore, names: list[str], client: str = "", **body: str) -> Batch:
     rows = (
         {"custom_id": one, "method": "POST", "url": "/v1/completions", "body": {"prompt": one} | body} for one in names
     )
-    return batch_of(store, (json.dumps(row).encode() + b"\n" for row in rows))
+    return batch_of(store, (json.dumps(row).encode() + b"\n" for row in rows), client)
 
 
-def batch_of(store: BatchStore, lines: Iterable[bytes]) -> Batch:
+def batch_of(store: BatchStore, lines: Iterable[bytes], client: str = "") -> Batch:
     with store.new_file(file_id := new_id("file-"), "in.jsonl", "batch") as content:
         content.writelines(lines)
     asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-    return store.new_batch(BatchRequest.parse(asked))
+    return store.new_batch(BatchRequest.parse(asked), client)
 
 
 async def answered(line: BatchLine) -> BatchResult:
@@ -234,11 +234,15 @@ def test_few_batches_run_at_once_and_a_second_runner_waits(tmp_path: Path, caplo
             await runner.wake()
             await asyncio.sleep(0.01)
         assert statuses(store) == {"in_progress": 4, "validating": 8}
+        others = [new_batch(store, NAMES[:3], client="other") for _ in range(3)]
+        await runner.wake()
+        await until(lambda: store.batch(others[0].id).status == "in_progress")
+        assert statuses(store) == {"in_progress": 5, "validating": 10}
         store.cancel(batches[-1].id)
         await runner.wake()
         await until(lambda: statuses(store)["cancelled"] == 1)
         model.go.set()
-        await until(lambda: statuses(store)["completed"] == 11)
+        await until(lambda: statuses(store)["completed"] == 14)
         runner.__del__()
 
     asyncio.run(work())
@@ -439,10 +443,13 @@ def test_what_is_kept_is_for_its_owner_only(tmp_path: Path) -> None:
     }
 
 
-def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_read = threading.Event()
+def test_lists_leave_threads_to_other_requests_and_clients_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_read, orders = threading.Event(), []
 
-    def slow_list(*_: Any, **__: Any) -> Page[FileObject]:
+    def slow_list(_: BatchStore, query: PageRequest) -> Page[FileObject]:
+        orders.append(query.order)
         is_read.wait(60)
         return Page.of([], 1)
 
@@ -451,11 +458,13 @@ def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pyte
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=app), base_url="http://here") as http:
             lists = [asyncio.create_task(http.get("/v1/files")) for _ in range(24)]
             await asyncio.sleep(0.05)
+            lists.append(asyncio.create_task(http.get("/v1/files?order=asc", headers={"from": "other"})))
             try:
                 await asyncio.wait_for(http.get(f"/v1/files/{file_id}/content"), timeout=30)
             finally:
                 is_read.set()
             assert {answer.status_code for answer in await asyncio.gather(*lists)} == {200}
+            assert orders.index("asc") == 1
 
     store = BatchStore.at(str(tmp_path))
     file_id = new_id("file-")
@@ -464,5 +473,6 @@ def test_lists_leave_threads_to_other_requests(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(BatchStore, "files", slow_list)
     app, config = FastAPI(), LLMConfig(model_loading_config=ModelLoadingConfig(model_id="demo"))
     no_body: Any = None
-    add_batch_routes(app, Description(), ServeOptions(llm_configs=(config,), batches=str(tmp_path)), None, no_body)
+    options = ServeOptions(llm_configs=(config,), batches=str(tmp_path))
+    add_batch_routes(app, Description(), options, None, no_body, lambda request: request.headers.get("from", ""))
     asyncio.run(asked())
