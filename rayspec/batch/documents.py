@@ -43,7 +43,6 @@ KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 _ARROW_FILE_MAGIC = b"ARROW1"
-_NO_CELL = "\0"
 _NUM_CHECKED = 16  # rows
 # Strangers may make the files, and a small one may unpack to any size. Tokenizing takes about 250 bytes a character.
 _MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of a file that is read as a whole
@@ -258,26 +257,27 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",")
     if "\0" in first[:4]:
         raise _like_utf16(piece.name)
     delimiter = max(usual, *",;\t", key=first.count)
-    rows = csv.DictReader(itertools.chain([first], lines), delimiter=delimiter, strict=True, restval=_NO_CELL)
-    _check_unique(rows.fieldnames or (), columns, piece)
+    rows = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
+    names = next(rows, [])
+    _check_unique(names, columns, piece)
     for number in itertools.count(1):
-        source, num_read = piece.source(number), rows.reader.line_num
+        source, num_read = piece.source(number), rows.line_num
         try:
-            fields = next(rows)
-            "".join(map(str, fields.values())).encode()
+            cells = next(filter(None, rows))  # empty lines are no rows
+            "".join(cells).encode()
         except StopIteration:
             return
         except csv.Error as error:
-            read = f"lines {num_read + 1} to {rows.reader.line_num}"  # many, where a quote does not end
+            read = f"lines {num_read + 1} to {rows.line_num}"  # many, where a quote does not end
             yield number, InputFileError(f"{source}: {read} are no row of CSV: {error}", "malformed_row")
         except UnicodeEncodeError:
             yield number, InputFileError(f"{source}: not UTF-8; convert the file to UTF-8", "not_utf8")
         else:
-            if None in fields or _NO_CELL in fields.values():
+            if len(cells) != len(names):
                 problem = f"{source}: it has more or fewer cells than the first line"
                 yield number, InputFileError(problem, "malformed_row")
             else:
-                yield number, {name: cell or None for name, cell in fields.items()}
+                yield number, {name: cell or None for name, cell in zip(names, cells, strict=True)}
 
 
 def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
@@ -316,8 +316,9 @@ def _of_batches(
 
 def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
     """Return the columns that are asked for and there. Raises InputFileError if two have the same name."""
-    asked = [name for name in (names if columns.reads_all else columns.names) if name in names]
-    twice = next((name for name in asked if names.count(name) > 1), None)
+    counts = Counter(names)
+    asked = [name for name in (names if columns.reads_all else columns.names) if name in counts]
+    twice = next((name for name in asked if counts[name] > 1), None)
     if twice is not None:
         raise InputFileError(f"{piece.name}: two columns are called {twice!r}; rename one", "duplicate_column")
     return asked

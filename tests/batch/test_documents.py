@@ -635,6 +635,15 @@ def test_what_unpacks_to_any_size_or_never_ends_is_one_bad_row(tmp_path: Path) -
         assert error in next(str(row.error) for row in rows if row.error), name
 
 
+@pytest.mark.timeout(20)
+def test_a_csv_file_of_many_columns_takes_no_longer_than_others(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text," + b",".join(b"%d" % name for name in range(100_000)) + b"\nshort" * 3000)
+    for columns in (TEXT, Columns(reads_all=True)):
+        rows = [row for _, row in read_piece(*pieces(tmp_path / "a.csv"), columns)]
+        assert {row.error_kind for row in rows} == {"malformed_row"}
+        assert len(rows) == 3000
+
+
 def test_a_text_that_all_rows_of_a_parquet_file_share_is_read_a_few_times_at_once(tmp_path: Path) -> None:
     shared = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["x" * 2**22]))
     pq.write_table(pa.table({"text": shared}), tmp_path / "a.parquet", compression="zstd")
