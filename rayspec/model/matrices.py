@@ -309,7 +309,11 @@ def int4_matrix(
         scales.append(torch.stack([scale.T, zero.T], -1))
     # Scales are [groups of a row, rows, 2].
     arguments = linears, torch.cat(packed), torch.cat(scales, 1)
-    multiply = partial(_product_of_bfloat16_rows, size=size)
+
+    def multiply(rows: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.bfloat16(), weight, size, scales)
+        return cast(Tensor, product.to(rows.dtype))
+
     made = OperatorMatrix(*arguments) if use_operators else QuantisedMatrix(*arguments, multiply)
     made.has_own_bits = has_own_bits
     return made
@@ -414,12 +418,6 @@ def _product_of_int8_rows(rows: Tensor, weight: Tensor, scales: Tensor) -> Tenso
         quantised, 1.0, _ZERO_INPUT, weight, scales, None, None, 1.0, 0, numbers.dtype, "none", [], ""
     )
     return cast(Tensor, product.mul_(row_scales).to(rows.dtype))
-
-
-def _product_of_bfloat16_rows(rows: Tensor, weight: Tensor, scales: Tensor, *, size: int) -> Tensor:
-    """weight: int4 in the layout of torch's kernel for CPUs. scales: bfloat16 [num_columns / size, num_rows, 2]."""
-    product = torch.ops.aten._weight_int4pack_mm_for_cpu(rows.bfloat16(), weight, size, scales)
-    return cast(Tensor, product.to(rows.dtype))
 
 
 def _chunks(weight: Tensor) -> Iterator[slice]:

@@ -139,8 +139,10 @@ def _mixed(
         seen = place[None, :] <= last[:, None]
         if HAS_TREE:
             seen &= _in_path(place, context, shared, bits)
-        if WINDOW > 0:
-            seen &= _positions_of(place, context, positions, filled)[None, :] >= lowest[:, None]
+        if WINDOW > 0:  # by positions, which places of a tree do not equal
+            is_own = filled & (place >= context)
+            own = tl.load(positions + tl.maximum(place - context, 0), mask=is_own, other=0).to(tl.int32)
+            seen &= tl.where(is_own, own, place)[None, :] >= lowest[:, None]
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -187,14 +189,6 @@ def _in_path(place, context, shared, bits):
     shift = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
     marked = ((bits[:, None] >> shift[None, :]) & 1) == 1
     return (place[None, :] < shared[:, None]) | ((own >= 0)[None, :] & marked)
-
-
-@triton.jit
-def _positions_of(place, context, own_positions, filled):
-    """Return the position of each place: its number in the context, its entry in `own_positions` after the context."""
-    is_own = filled & (place >= context)
-    own = tl.load(own_positions + tl.maximum(place - context, 0), mask=is_own, other=0).to(tl.int32)
-    return tl.where(is_own, own, place)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
