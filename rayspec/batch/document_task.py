@@ -121,6 +121,17 @@ class DocumentTask:
         fitting = max(1, engine.max_model_len - (params.max_tokens or 1))
         if self.long.long == "truncate":
             prompts = replace(prompts, max_prompt_tokens=fitting)
+        finds_reasoning = self.settings.engine.reasoning_parser in THINKING
+
+        def divided(text: str, prompt: list[int]) -> tuple[str, str | None]:
+            """Return the text of an output without its reasoning, and the reasoning."""
+            if not finds_reasoning:
+                return text, None
+            end = str(engine.tokenizer.decode(prompt[-MOST_TOKENS_OF_THINK:])).rstrip()
+            pieces = ThinkParser(None, is_inside=end.endswith(THINK)).feed(text, finished=True)
+            thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+            return "".join(one for one in pieces if isinstance(one, str)), thoughts or None
+
         long_documents: LongDocuments | None = None
         if self.long.long in ("map-reduce", "refine"):
             long_documents = LongDocuments(
@@ -130,18 +141,8 @@ class DocumentTask:
                 template=self.template,
                 instruct=self.instruct,
                 options=self.long,
+                divided=divided,
             )
-
-        finds_reasoning = self.settings.engine.reasoning_parser in THINKING
-
-        def divided(row: Row, prompt: list[int]) -> Row:
-            """Return the row with its reasoning apart from its text."""
-            if not finds_reasoning or row.text is None:
-                return row
-            end = str(engine.tokenizer.decode(prompt[-MOST_TOKENS_OF_THINK:])).rstrip()
-            pieces = ThinkParser(None, is_inside=end.endswith(THINK)).feed(row.text, finished=True)
-            thoughts = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
-            return replace(row, reasoning=thoughts or None, text="".join(one for one in pieces if isinstance(one, str)))
 
         async def complete(row: Row) -> Row:
             try:
@@ -153,7 +154,9 @@ class DocumentTask:
                 done = row.completed(await engine.run(tokens, params))
             else:
                 done = await long_documents.complete(row)
-            done = divided(done, tokens)
+            if done.text is not None:
+                text, reasoning = divided(done.text, tokens)
+                done = replace(done, text=text, reasoning=reasoning)
             if params.structured_outputs is not None and done.finish_reason == "length":
                 remedy = "raise max_tokens, or bound the texts and lists of the schema"
                 return done.failed(UnfinishedFormError(f"the output ended before it had its form: {remedy}"))

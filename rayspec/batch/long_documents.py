@@ -224,8 +224,8 @@ class LongDocuments:
 
     tokens: returns the prompt tokens for the text of a part. params: for the answer about a whole document; their seed
     decides those of all parts. template: asks about a whole document, which "{text}" stands for. instruct: tell the
-    model that it reads parts; not the bundled models, which know bare documents. Raises ConfigError as
-    `_check_options`.
+    model that it reads parts; not the bundled models, which know bare documents. divided:
+    returns an output's text without its reasoning, and the reasoning. Raises ConfigError as `_check_options`.
     """
 
     def __init__(
@@ -237,10 +237,12 @@ class LongDocuments:
         template: str,
         instruct: bool,
         options: LongDocumentOptions,
+        divided: Callable[[str, list[int]], tuple[str, str | None]],
     ) -> None:
         if params.max_tokens is None:
             raise ConfigError("option 'max_tokens' is null, which leaves no room for parts of documents: give a number")
         self._engine, self._tokenizer, self._tokens = engine, engine.tokenizer, tokens
+        self._divided = divided
         self._params, self._options = params, options
         self._part_template, self._merge_template, self._refine_template = (
             template.replace(_TEXT, instruction if instruct else bare)
@@ -328,7 +330,8 @@ class LongDocuments:
         if output.error is not None:
             raise _PartFailedError(part.name, output.error)
         completion = output.outputs[0]
-        part.answer, part.finish_reason = completion.text, completion.finish_reason
+        text = completion.text if part.is_final else self._divided(completion.text, tokens)[0]
+        part.answer, part.finish_reason = text, completion.finish_reason
         part.num_prompt_tokens, part.num_output_tokens = len(tokens), len(completion.token_ids)
         for child in part.children:
             del document.by_start[child.span.start]

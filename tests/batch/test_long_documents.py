@@ -175,6 +175,17 @@ def long_documents(
     return DocumentTask(settings=settings, template=template, instruct=instruct, long=long).handler(engine)
 
 
+@pytest.mark.parametrize("mode", ["map-reduce", "refine"])
+def test_the_reasoning_about_parts_is_in_no_later_prompt(mode: Any) -> None:
+    engine = RecordingEngine(answer="<think>odd</think>fine")
+    settings = make_settings(flags={"model": "demo", "reasoning_parser": "qwen3"}, sampling=GREEDY)
+    long = DocumentTask(settings=settings, template="{text}", instruct=False, long=LongDocumentOptions(long=mode))
+    row = completed(long.handler(engine)(document(reports(6))))  # type: ignore[arg-type]
+    assert (row.text, row.reasoning) == ("fine", "odd")
+    assert len(engine.prompts) > 1
+    assert not any("odd" in prompt for prompt in engine.prompts)
+
+
 def document(text: str) -> Row:
     return input_row("d", source="d", text=text)
 
