@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import codecs
 import csv
-import gzip
 import hashlib
 import io
 import itertools
 import json
 import re
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import PurePosixPath
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -36,10 +34,13 @@ CSV_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIXES = (".parquet",)
 ARROW_SUFFIXES = (".arrow",)
 EXTRACTED_SUFFIXES = (".pdf", ".docx", ".html", ".htm")
-GZIP_SUFFIX = ".gz"
-_ZIPPED = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".json", *CSV_SUFFIXES)
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+_COMPRESSIBLE = (*TEXT_SUFFIXES, ".jsonl", ".ndjson", ".json", *CSV_SUFFIXES)
 _WITH_OWN_COMPRESSION = PARQUET_SUFFIXES + ARROW_SUFFIXES + EXTRACTED_SUFFIXES
-KNOWN_TYPES = f"{', '.join((*_ZIPPED, *_WITH_OWN_COMPRESSION))}, the first {len(_ZIPPED)} also with {GZIP_SUFFIX}"
+KNOWN_TYPES = (
+    f"{', '.join((*_COMPRESSIBLE, *_WITH_OWN_COMPRESSION))}, the first {len(_COMPRESSIBLE)} also with "
+    f"{', '.join(_COMPRESSIONS)}"
+)
 _BYTES_PER_PIECE, _NUM_FILES_TO_SPLIT = 2**26, 64
 _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -49,13 +50,14 @@ _MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of
 _extractor = Sandbox(most_s=120, most_bytes=2**32)
 
 
-def file_type(file_name: str) -> tuple[str, bool] | None:
-    """Return the suffix, in lower case and without ".gz", and whether the file is zipped; None if not known."""
+def file_type(file_name: str) -> tuple[str, str | None] | None:
+    """Return the suffix, in lower case and without that of a compression, and pyarrow's name of the compression; None
+    for a type that cannot be read."""
     path = PurePosixPath(file_name.lower())
-    if path.suffix == GZIP_SUFFIX:
+    if compression := _COMPRESSIONS.get(path.suffix):
         suffix = PurePosixPath(path.stem).suffix
-        return (suffix, True) if suffix in _ZIPPED else None
-    return (path.suffix, False) if path.suffix in (*_ZIPPED, *_WITH_OWN_COMPRESSION) else None
+        return (suffix, compression) if suffix in _COMPRESSIBLE else None
+    return (path.suffix, None) if path.suffix in (*_COMPRESSIBLE, *_WITH_OWN_COMPRESSION) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ def read_piece(
             yield number, _row_of(fields, piece.source(number), columns, with_text=with_text)
     except InputFileError as error:
         failure = error
-    except (*FILE_ERRORS, EOFError, zlib.error, csv.Error) as error:  # the two before the last are of damaged gzip data
+    except (*FILE_ERRORS, csv.Error) as error:
         where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
         failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
     num_missing = len(wanted) - num_rows if wanted is not None else 0
@@ -193,21 +195,21 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
     kind = file_type(location.file_name)
     if kind is None:
         raise UnreadableFileError(f"{piece.name}: its type is not known; known are {KNOWN_TYPES}")
-    suffix, is_zipped = kind
+    suffix, compression = kind
     if suffix in PARQUET_SUFFIXES:
         yield from _read_parquet(location, piece, columns, wanted)
         return
-    with location.open() as opened, gzip.GzipFile(fileobj=opened) if is_zipped else opened as file:
+    with location.open() as opened, _decompressed(opened, compression) as file:
         if suffix in (*TEXT_SUFFIXES, *EXTRACTED_SUFFIXES):
             is_text = suffix in TEXT_SUFFIXES
             if content := _whole(file, piece.name, _MAX_TEXT_BYTES if is_text else _MAX_WHOLE_BYTES):
                 text = _decoded(content, piece.name) if is_text else _Document(suffix, content)
                 yield 0, {columns.of_whole_files: text, columns.id_name: piece.name}
         elif suffix in _ROW_READERS:
-            rows = _ROW_READERS[suffix](cast("IO[bytes]", file), piece, columns)
+            rows = _ROW_READERS[suffix](file, piece, columns)
             yield from (row for row in rows if wanted is None or row[0] in wanted)
         else:
-            for number, line in enumerate(limited_lines(cast("IO[bytes]", file), _MAX_TEXT_BYTES), start=1):
+            for number, line in enumerate(limited_lines(file, _MAX_TEXT_BYTES), start=1):
                 if (wanted is None or number in wanted) and line.strip():
                     try:
                         if len(line) > _MAX_TEXT_BYTES:
@@ -215,6 +217,10 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
                         yield number, _parsed(_decoded(line, piece.source(number)), piece.source(number))
                     except InputFileError as error:
                         yield number, error
+
+
+def _decompressed(file: io.BufferedReader, compression: str | None) -> io.BufferedReader:
+    return file if compression is None else io.BufferedReader(pa.CompressedInputStream(file, compression))
 
 
 def _whole(file: Any, source: str, most: int) -> bytes:

@@ -46,7 +46,8 @@ from rayspec.types import ConfigError, RayspecError
 Status = Literal["running", "complete", "interrupted"]
 FileFormat = Literal["parquet", "jsonl"]
 _FORMATS: Mapping[str, FileFormat] = {".jsonl": "jsonl", ".parquet": "parquet"}
-_NOT_WRITTEN = (".arrow", ".csv", ".gz", ".json", ".ndjson", ".tsv", ".txt", ".xlsx", ".zst")  # and hardly a folder
+# Hardly names of folders.
+_NOT_WRITTEN = (".arrow", ".bz2", ".csv", ".gz", ".json", ".lz4", ".ndjson", ".tsv", ".txt", ".xlsx", ".zst")
 PART_NAME: Final = r"part-\d{6,}-[0-9a-f]{8}\.parquet"
 _DESCRIBING = ("id", "source", "input_hash", "error_kind", "finish_reason")
 _ROWS_PER_GROUP, _BYTES_PER_GROUP = 1024, 2**23

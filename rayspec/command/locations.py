@@ -371,7 +371,7 @@ class Location:
     def _asking(self) -> Iterator[None]:
         try:
             yield
-        except FILE_ERRORS as error:
+        except Exception as error:  # the store of hf:// has errors of its own
             raise UnreadableFileError(f"{self.name}: could not be read ({error_detail(error)})") from error
 
 

@@ -218,13 +218,25 @@ def test_messages_stand_in_for_the_text(tmp_path: Path) -> None:
     assert (documents[-1].messages, documents[-1].input_hash) == (documents[0].messages, documents[0].input_hash)
 
 
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+
+
+def compressed(content: bytes, suffix: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, COMPRESSIONS[suffix]) as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-@pytest.mark.parametrize("zipped", [False, True])
-def test_texts_are_read_with_and_without_a_mark(tmp_path: Path, encoding: str, zipped: bool) -> None:
+@pytest.mark.parametrize("suffix", ["", *COMPRESSIONS])
+def test_texts_are_read_with_and_without_a_mark(tmp_path: Path, encoding: str, suffix: str) -> None:
     def write(name: str, text: str) -> Path:
         content = text.encode(encoding)
-        path = tmp_path / f"{name}{'.gz' if zipped else ''}"
-        path.write_bytes(gzip.compress(content[:20]) + gzip.compress(content[20:]) if zipped else content)
+        path = tmp_path / f"{name}{suffix}"
+        # Files that are appended to each other are one file.
+        both = compressed(content[:20], suffix) + compressed(content[20:], suffix) if suffix else content
+        path.write_bytes(both)
         return path
 
     text = "Grüße \u010a\u0a0a\r\n世界 \U0001f680"  # code units with the byte of a newline
@@ -233,11 +245,17 @@ def test_texts_are_read_with_and_without_a_mark(tmp_path: Path, encoding: str, z
     assert [outcome(d) for d in read(write("b.ndjson", rows))] == [text, text, text, "malformed_row"]
 
 
-@pytest.mark.parametrize("damage", ["cut short", "damaged", "another checksum"])
-def test_damaged_gzip_data_is_an_error_after_the_rows_before(tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    rows = "".join(json.dumps({"id": str(n), "text": os.urandom(200).hex()}) + "\n" for n in range(1000))
-    content = bytearray(gzip.compress(rows.encode()))
+@pytest.mark.parametrize(
+    ("suffix", "damage"),
+    [
+        *((suffix, damage) for suffix in COMPRESSIONS for damage in ("cut short", "damaged")),
+        (".gz", "another checksum"),
+    ],
+)
+def test_damaged_compressed_data_is_an_error_after_the_rows_before(tmp_path: Path, suffix: str, damage: str) -> None:
+    path = tmp_path / f"a.jsonl{suffix}"
+    rows = "".join(json.dumps({"id": str(n), "text": os.urandom(200).hex()}) + "\n" for n in range(6000))
+    content = bytearray(compressed(rows.encode(), suffix))
     if damage == "cut short":
         del content[len(content) // 2 :]
     elif damage == "damaged":

@@ -28,11 +28,12 @@ def found(*inputs: str) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("A.JSONL", (".jsonl", False)), ("a.b.parquet", (".parquet", False)), ("a.TXT.GZ", (".txt", True)),
+        ("A.JSONL", (".jsonl", None)), ("a.b.parquet", (".parquet", None)), ("a.TXT.GZ", (".txt", "gzip")),
+        ("a.csv.zst", (".csv", "zstd")), ("a.jsonl.xz", None),
         ("a.parquet.gz", None), ("a.gz", None), (".txt", None), ("a.jsonl.part", None),
     ],
 )  # fmt: skip
-def test_the_end_of_a_name_tells_the_type(name: str, expected: tuple[str, bool] | None) -> None:
+def test_the_end_of_a_name_tells_the_type(name: str, expected: tuple[str, str | None] | None) -> None:
     assert file_type(name) == expected
 
 
@@ -64,7 +65,7 @@ def test_files_of_other_types_are_counted_and_named_once(folder: Path) -> None:
     files = find_files(["in", "more/*", "./in"])
     assert files.warning == (
         "5 files skipped: .odt (2), .xls (2), no suffix (1); known are .txt, .md, .jsonl, .ndjson, .json, .csv, .tsv, "
-        ".parquet, .arrow, .pdf, .docx, .html, .htm, the first 7 also with .gz"
+        ".parquet, .arrow, .pdf, .docx, .html, .htm, the first 7 also with .gz, .bz2, .zst, .lz4"
     )
     assert find_files(["in/a.txt"]).warning is None
 

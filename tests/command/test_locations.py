@@ -171,11 +171,14 @@ def test_a_store_that_does_not_answer_is_an_unreadable_file(monkeypatch: pytest.
 
 class DownHandler(fs.FSSpecHandler):
     def get_file_info(self, paths: list[str]) -> list[fs.FileInfo]:
-        raise OSError(13, "the token has expired")
+        raise self.error
 
 
-def test_what_cannot_be_looked_at_says_why(memory: Store) -> None:
-    down = Store(filesystem=fs.PyFileSystem(DownHandler(fsspec.filesystem("memory"))), uri="memory://bucket")
+@pytest.mark.parametrize("error", [OSError(13, "the token has expired"), RuntimeError("the token has expired")])
+def test_what_cannot_be_looked_at_says_why(memory: Store, error: Exception) -> None:
+    handler = DownHandler(fsspec.filesystem("memory"))
+    handler.error = error
+    down = Store(filesystem=fs.PyFileSystem(handler), uri="memory://bucket")
     with pytest.raises(UnreadableFileError, match=r"memory://bucket/a\.txt: .*the token has expired"):
         assert Location(down, "a.txt").exists
 
