@@ -124,9 +124,12 @@ class _Commands(TyperGroup):
         for flag in (arg.partition("=")[0] for arg in args if arg.startswith("--")):
             if (remedy := replaced.get(flag.removeprefix("--").replace("-", "_"))) is not None:
                 ctx.fail(f"option {flag!r} {remedy}")
-        if args and args[0] in LAZY_HELP:
-            return args[0], lazy_command(args[0]), args[1:]
-        return super().resolve_command(ctx, args)
+        name, command, rest = super().resolve_command(ctx, args)
+        if args[0] in LAZY_HELP:
+            command = lazy_command(args[0])
+        if not isinstance(command, TyperGroup | LongCommand):  # its help has all options
+            rest = ["--help" if arg == "--help-all" else arg for arg in rest]
+        return name, command, rest
 
 
 def lazy_command(name: str) -> Any:

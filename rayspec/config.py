@@ -118,6 +118,7 @@ REPLACED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("seed", "num_anchors"), _FIXED),
     },
     "ProcessorConfig": {
+        "model": "is refused: give 'model_source'",
         **dict.fromkeys(
             ("apply_chat_template", "tokenize", "detokenize", "tokenize_stage", "detokenize_stage"),
             "is not needed: the columns of a row say what it needs; leave it out",

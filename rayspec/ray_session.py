@@ -27,7 +27,7 @@ _CONNECT_S = 10.0
 _LOSS_SIGNAL = signal.SIGURG  # ignored by default; SIGINT is ignored by background processes of a shell
 _LOST = (
     "Ray's control process (gcs_server) has ended; was it killed, or out of memory? What is written so far is kept, "
-    "and the same command goes on from there"
+    "and the same command, without --overwrite, goes on from there"
 )
 
 # Sessions that share the Ray that one of them has started. A garbage collection may end one in any thread, also in one

@@ -246,9 +246,15 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(run: Any, tmp_path: Path,
     assert line.startswith(f"error: the output '{output}.run' cannot be written (No space left on device): make room")
     num_rows = sum(len(read_rows(path)) for path in (small_disk / "out.jsonl.run" / "rows").glob("part-*"))
     assert 30 < num_rows < 200
-    assert line.endswith(f"then run the same command again; {num_rows} rows are in it")
+    assert line.endswith(f"then run the same command again, without --overwrite; {num_rows} rows are in it")
     subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
     again = run(*arguments)
     assert again.exit_code == 0, again.output
     assert f"resuming: {num_rows} rows of an earlier run kept; --overwrite starts over" in again.stderr
     assert len(read_rows(output)) == 200
+
+
+@pytest.mark.parametrize("name", ["version", "doctor", "summarize"])
+def test_every_command_takes_help_all(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help-all"])
+    assert (result.exit_code, result.output.startswith("Usage: ")) == (0, True)

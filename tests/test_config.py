@@ -67,6 +67,10 @@ def test_an_option_of_the_engine_belongs_to_the_engine() -> None:
         SamplingParams(max_model_len=5)
     with pytest.raises(ConfigError, match=r"give engine_kwargs=\{'dtype': 'float32'\}"):
         ProcessorConfig(model_source="demo", dtype="float32")
+    with pytest.raises(
+        ConfigError, match=r"'model_source' is missing: give it a folder.*'model' is refused: give 'model_s"
+    ):
+        ProcessorConfig(model="demo")
 
 
 def test_a_static_choice_belongs_to_the_static_strategy() -> None:

@@ -34,7 +34,8 @@ from rayspec.types import ConfigError
 
 _EPILOG = """Exit codes: 0 every row succeeded, 1 none did or the engine failed, 2 usage, 3 some rows failed,
 4 a budget (--max-total-tokens, --max-hours) is spent, 130 interrupted and 143 terminated. With --accept-failed-rows it
-is 0 also where rows failed for good. The rows so far are in the output; the same command goes on with the others."""
+is 0 also where rows failed for good. The rows so far are in the output; the same command, without --overwrite, goes on
+with the others."""
 TEXT_SAMPLING = SamplingParams(max_tokens=256)
 _ON_RAY = "job"
 

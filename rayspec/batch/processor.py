@@ -61,7 +61,7 @@ class ProcessorConfig(Options):
     max_engine_restarts: restarts of an engine that died, without a completed row in between, before the dataset fails.
     """
 
-    model_source: str
+    model_source: str = Field(description="a folder, a hub id such as Qwen/Qwen3-8B, a GGUF file, or 'demo'")
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     batch_size: int = Field(8, ge=1)
     concurrency: int | tuple[int, int] = 1

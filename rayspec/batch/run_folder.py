@@ -287,7 +287,7 @@ class RunFolder:
         except (OSError, pa.ArrowException) as error:
             raise OutputError(
                 f"the output {self.location.name!r} cannot be written ({error_detail(error)}): make room or repair it, "
-                f"then run the same command again; {self.parts.kinds.total()} rows are in it"
+                f"then run the same command again, without --overwrite; {self.parts.kinds.total()} rows are in it"
             ) from error
 
     def _merge(self) -> None:
