@@ -88,7 +88,6 @@ def test_a_key_has_a_name_that_does_not_show_it() -> None:
     assert ApiKeys.of([]).owner("Bearer secret-a") == ""
 
 
-@pytest.mark.exhaustive
 def test_outputs_are_copied_by_requests_of_the_same_key_only() -> None:
     async def scenario() -> None:
         server, texts, copied = server_of(), [], []
