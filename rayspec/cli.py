@@ -127,7 +127,10 @@ class _Commands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if args[0] in LAZY_HELP:
             command = lazy_command(args[0])
-        if not isinstance(command, TyperGroup | LongCommand):  # its help has all options
+        asked = command
+        for arg in rest:
+            asked = asked.commands.get(arg, asked) if isinstance(asked, TyperGroup) else asked
+        if not isinstance(asked, LongCommand):  # its help has all options
             rest = ["--help" if arg == "--help-all" else arg for arg in rest]
         return name, command, rest
 

@@ -166,6 +166,7 @@ LAYER = "base_model.model.model.layers.1"
         ({"peft_type": "IA3"}, "peft_type 'IA3', not LORA"),
         # The first pattern takes Python's own search longer than a life.
         ({"alpha_pattern": {r"(\w+\.?)+[^\w.]": 1, "(": 1}}, "pattern of alphas that cannot be used"),
+        ({"alpha_pattern": {"(((((x{900}){900}){900})))": 4}}, "a pattern may have 256 characters, and no '{'"),
         ({"tensors": {f"layers.1.{'a.' * 200}lora_A.weight": torch.ones(1, 1)}}, "which is not supported"),
         ({"tensors": {"base_model.model.lm_head.lora_A.weight": torch.ones(1, 1)}}, "lm_head.lora_A.weight"),
         (

@@ -254,7 +254,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(run: Any, tmp_path: Path,
     assert len(read_rows(output)) == 200
 
 
-@pytest.mark.parametrize("name", ["version", "doctor", "summarize"])
+@pytest.mark.parametrize("name", ["version", "doctor", "summarize", "job", "k8s render"])
 def test_every_command_takes_help_all(name: str) -> None:
-    result = CliRunner().invoke(app, [name, "--help-all"])
+    result = CliRunner().invoke(app, [*name.split(), "--help-all"])
     assert (result.exit_code, result.output.startswith("Usage: ")) == (0, True)

@@ -24,7 +24,6 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import ROW_HEADINGS, RunReport
 from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import MANIFEST, output_places
-from rayspec.command.locations import Location
 from rayspec.command.options import Asked, LongCommand, with_settings
 from rayspec.command.terminal import output_console, say
 from rayspec.config import SamplingParams, Settings
@@ -290,7 +289,7 @@ def _source(
     found = find_files(inputs, outputs=leave_out)
     if found.warning is not None:
         say(found.warning)
-    if file is not None and file.canonical_name in (Location.parse(one.path).canonical_name for one in found.files):
+    if file is not None and found.include(file):
         raise ConfigError(f"option 'output' is {file.name!r}, which is an input too: choose another name")
     source = Source(files=found.files, columns=columns, rows=rows, limit=options.limit, sample=options.sample)
     if columns.template is not None and source.pieces:

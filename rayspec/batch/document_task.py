@@ -114,7 +114,10 @@ class DocumentTask:
         }
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Make the handler of rows, which stores their errors. Raises ConfigError if options do not fit the context."""
+        """Make the handler of rows. An error that the row causes is stored in the row. A conversation is never cut.
+
+        Raises ConfigError for options that cannot work with this context.
+        """
         params = self.settings.sampling
         prompts = PromptBuilder(llm=engine.llm, template=self.template, chat=self.chat, system=self.system)
         # With room for a whole output; for one token of it, where it may fill the context.
@@ -150,11 +153,9 @@ class DocumentTask:
                 tokens = await in_thread_if_large(partial(prompts.tokens, row), len(text))
             except RequestError as error:
                 return row.failed(error)
-            if long_documents is None or row.document is None or len(tokens) <= fitting:
-                done = row.completed(await engine.run(tokens, params))
-            else:
+            if long_documents is not None and row.document is not None and len(tokens) > fitting:
                 done = await long_documents.complete(row)
-            if done.text is not None:
+            elif (done := row.completed(await engine.run(tokens, params))).text is not None:
                 text, reasoning = divided(done.text, tokens)
                 done = replace(done, text=text, reasoning=reasoning)
             if params.structured_outputs is not None and done.finish_reason == "length":

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import csv
+import gzip
 import hashlib
 import io
 import itertools
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -134,7 +136,7 @@ def read_piece(
             yield number, _row_of(fields, piece.source(number), columns, with_text=with_text)
     except InputFileError as error:
         failure = error
-    except (*FILE_ERRORS, csv.Error) as error:
+    except (*FILE_ERRORS, EOFError, zlib.error, csv.Error) as error:  # the two before the last are of damaged data
         where = f"after {piece.num_before + num_rows} rows " if num_rows and wanted is None else ""
         failure = UnreadableFileError(f"{piece.name}: could not be read {where}({error_detail(error)})")
     num_missing = len(wanted) - num_rows if wanted is not None else 0
@@ -219,7 +221,9 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
                         yield number, error
 
 
-def _decompressed(file: io.BufferedReader, compression: str | None) -> io.BufferedReader:
+def _decompressed(file: io.BufferedReader, compression: str | None) -> Any:
+    if compression == "gzip":  # pyarrow refuses zeros after the end, and drops rows before damage
+        return gzip.GzipFile(fileobj=file)
     return file if compression is None else io.BufferedReader(pa.CompressedInputStream(file, compression))
 
 

@@ -25,10 +25,16 @@ _ABOUT_OTHERS = re.compile(r"(dataset_info|dataset_dict|state|manifest)\.json|ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """Files in reading order, each once. warning: which files in folders and patterns are left out, if any."""
+    """Files in reading order, each once. locations: of them, where a store answers. warning: which files in folders and
+    patterns are left out, if any."""
 
     files: tuple[Piece, ...]
+    locations: tuple[Location, ...] = ()
     warning: str | None = None
+
+    def include(self, place: Location) -> bool:
+        """Return whether a file is one of them, however it is named."""
+        return any(one.canonical_name == place.canonical_name for one in self.locations)
 
 
 def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
@@ -66,7 +72,8 @@ def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFi
     if num_skipped := len(search.left_out):
         skipped = "1 file" if num_skipped == 1 else f"{num_skipped} files"
         warning = f"{skipped} skipped: {search.shown_types}; known are {KNOWN_TYPES}"
-    return InputFiles(files=tuple(files), warning=warning)
+    locations = tuple(found for found in search.found.values() if isinstance(found, Location))
+    return InputFiles(files=tuple(files), locations=locations, warning=warning)
 
 
 class _Search:

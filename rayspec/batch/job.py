@@ -289,7 +289,9 @@ class JobTask(RowTask, Protocol):
 
 
 class Drain:
-    """The end of a job on SIGTERM: rows under way may finish within a grace period, unless a second one comes."""
+    """The end of a job on SIGTERM: rows under way may finish within a grace period, and no new rows begin. A second
+    signal, or the end of the grace period, ends the process at once. requested: the signal has come. on_request: called
+    then."""
 
     def __init__(self, grace_s: float) -> None:
         self.requested = False

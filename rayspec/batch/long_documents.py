@@ -51,11 +51,19 @@ _REFINE = (
     "{summary}\n\n(Here is part {number}. Write the same about everything so far, without mentioning parts.)\n\n{text}"
 )
 
+_NO_ANSWER = "its output ended in its reasoning: raise level_tokens, or max_tokens where it is not given"
+
 
 class DoesNotShrinkError(RequestError):
     """A part of a document does not fit a prompt, or merging the answers needs too many levels."""
 
     kind = "does_not_shrink"
+
+
+class UnfinishedReasoningError(RequestError):
+    """An answer about a part has reasoning only, so it would be missing in the answer about the document."""
+
+    kind = "unfinished_reasoning"
 
 
 class LongDocumentOptions(Options):
@@ -81,10 +89,12 @@ class LongDocumentOptions(Options):
 
 
 def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:
-    """Cut tokens into the fewest spans of at most `chunk` tokens, which overlap, and are of nearly equal length.
+    """Cut tokens into the fewest spans of at most `chunk` tokens and nearly equal length. Each span starts `overlap`
+    tokens before the end of the previous span.
 
-    strength: how good it is to end a span before the token at this position. An end may differ from that of equal spans
-    by (chunk - overlap) / 4 tokens: the strongest wins, then the nearest. Requires 0 <= 2 * overlap <= chunk >= 1.
+    strength: how good it is to end a span before the token at this position. The end of a span may differ from the end
+    that makes spans equal by (chunk - overlap) / 4 tokens: of these positions the strongest wins, then the nearest.
+    Requires 0 <= 2 * overlap <= chunk >= 1.
     """
     spans, start, step = [], 0, chunk - overlap
     while num_tokens - start > chunk:
@@ -177,6 +187,7 @@ class _Part:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     answer: str = ""
+    reasoning: str | None = None
     finish_reason: str | None = None
 
     def prompt(self, summary: str = "") -> str:
@@ -222,10 +233,12 @@ class _LongDocument:
 class LongDocuments:
     """Completes documents in parts through one engine.
 
-    tokens: returns the prompt tokens for the text of a part. params: for the answer about a whole document; their seed
-    decides those of all parts. template: asks about a whole document, which "{text}" stands for. instruct: tell the
-    model that it reads parts; not the bundled models, which know bare documents. divided:
-    returns an output's text without its reasoning, and the reasoning. Raises ConfigError as `_check_options`.
+    tokens: returns the prompt tokens for the text of a part. params: for the answer about a whole document. A seed in
+    them gives every part a seed; then the tree depends only on the document, the options and the model. template: asks
+    about a whole document, which "{text}" stands for. instruct: tell the model that it reads parts. False for the
+    bundled models, which were trained on bare documents. divided: returns an output's text without its reasoning, and
+    the reasoning; the tokens are those of its prompt.
+    Raises ConfigError for options that cannot work with this context.
     """
 
     def __init__(
@@ -279,7 +292,8 @@ class LongDocuments:
         except RequestError as error:
             return document.counted(row).failed(error)
         (root,) = document.roots
-        return replace(document.counted(row), text=root.answer, finish_reason=root.finish_reason)
+        done = document.counted(row)
+        return replace(done, text=root.answer, reasoning=root.reasoning, finish_reason=root.finish_reason)
 
     async def _map_reduce(self, document: _LongDocument) -> None:
         level, parts = 1, await self._chunks_of(document)
@@ -330,8 +344,10 @@ class LongDocuments:
         if output.error is not None:
             raise _PartFailedError(part.name, output.error)
         completion = output.outputs[0]
-        text = completion.text if part.is_final else self._divided(completion.text, tokens)[0]
-        part.answer, part.finish_reason = text, completion.finish_reason
+        part.answer, part.reasoning = self._divided(completion.text, tokens)
+        if part.reasoning and not part.is_final and not part.answer.strip():
+            raise _PartFailedError(part.name, UnfinishedReasoningError(_NO_ANSWER))
+        part.finish_reason = completion.finish_reason
         part.num_prompt_tokens, part.num_output_tokens = len(tokens), len(completion.token_ids)
         for child in part.children:
             del document.by_start[child.span.start]

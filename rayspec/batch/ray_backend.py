@@ -84,7 +84,11 @@ def idle_gpus(config: EngineConfig) -> str | None:
 
 
 def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
-    """Return a copy of the dataset that may be 30 minutes without a step, as while engines load."""
+    """Return the dataset, to be run without a limit for the time between two steps of its execution.
+
+    Ray Data ends an execution without a step for 30 minutes, although nothing is wrong: rows wait in the object store
+    while engines load, or while they take hours for a block of long documents. The given dataset is not changed.
+    """
     own = ray.data.Dataset.copy(dataset, _deep_copy=True)
     own.context.execution_no_progress_timeout_s = -1
     return own

@@ -28,7 +28,8 @@ _UNUSED_SKIP = (0,)  # placeholder: each trial sets its own plan
 
 
 def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
-    """Tune, save and return plans. Raises ConfigError, CheckpointError, and the error of an invalid input."""
+    """Tune, save and return the plans. say: called with progress messages. Raises ConfigError, CheckpointError, and the
+    error of an invalid input."""
     check_output(options.output, "output")
     drafts = options.engine.speculation
     if "strategy" in drafts.model_fields_set:
@@ -56,7 +57,8 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
 
 
 def calibration_prompts(llm: rayspec.LLM, options: TuneOptions) -> dict[str, list[list[int]]]:
-    """Return token ids by domain; "": a plan for any text. Raises ConfigError for an invalid or repeated input."""
+    """Return token ids by domain; the domain is "" if the plan is for any text. Raises ConfigError for an invalid
+    input, and for a domain that occurs again without DOMAIN=."""
     template = summary_prompt(options.engine.model)
     domains: dict[str, list[list[int]]] = {}
     for name in options.input:

@@ -74,7 +74,11 @@ class Location:
 
     @classmethod
     def parse(cls, name: str) -> Location:
-        """Parse a path or URI, the inverse of `Location.name`. Raises ConfigError and UnreadableFileError."""
+        """Parse a path or URI, the inverse of `Location.name`. "%xx" in a URI is a character.
+
+        Raises ConfigError for a URI without a file system and for a name that no file can have, UnreadableFileError for
+        a store that does not answer.
+        """
         _refuse_impossible(name)
         uri = _URI.fullmatch(name)
         if uri is None:
@@ -176,7 +180,10 @@ class Location:
         return glob.has_magic(self.path) and not self.exists
 
     def below(self) -> tuple[list[Location], list[Location]]:
-        """Return the files below a folder, and folders that cannot be listed, each once, without leading dots."""
+        """Return the files of a folder and of all folders below it, in order, and the folders that cannot be listed.
+
+        Files and folders with a leading dot are left out. Links to folders are followed; no folder is listed twice.
+        """
         num_above = len(PurePosixPath(self.path).parts)
         files, unreadable = [], []
         try:
@@ -371,6 +378,8 @@ class Location:
     def _asking(self) -> Iterator[None]:
         try:
             yield
+        except UnreadableFileError:
+            raise
         except Exception as error:  # the store of hf:// has errors of its own
             raise UnreadableFileError(f"{self.name}: could not be read ({error_detail(error)})") from error
 

@@ -109,7 +109,8 @@ class GenerateState:
         return logits
 
     def try_rows(self, token_ids: Sequence[int]) -> Tensor:
-        """Run the next tokens in one pass and return the logits [N, V] after each. `keep` then keeps rows of these."""
+        """Run the next tokens in one pass and return the logits [N, V] after each. `keep` then says how many of these
+        rows stay; before the next pass, none do."""
         self.keep(0)
         if self._cuts in ("copy", "step"):
             every = (self.cache, *getattr(self.cache, "layers", ()))

@@ -449,7 +449,8 @@ def affordable_slots(
 
 
 def affordable_tokens(config: EngineConfig, model: PreTrainedModel, *, num_sharing: int = 1) -> int:
-    """Do so for an undivided model, in which each sequence has a cache of its own."""
+    """Return how many tokens fit into that part of the memory if each sequence of an undivided model has a cache of its
+    own. Raises CheckpointError for fewer than 16."""
     of_token, of_sequence = cache_bytes(model)
     budget = _cache_budget(config, model.device, num_sharing, 0)
     left = budget - config.num_seqs * of_sequence

@@ -1,4 +1,5 @@
-"""Choose the sequences that the next step admits, prefills, decodes or preempts, and give them pages. No tensors."""
+"""Choose the sequences that the next step admits, prefills, decodes or preempts, and give them pages of the KV cache.
+No tensors, no clock."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class KVManager:
         return pages[:num_usable]
 
     def is_in_work(self, sequence: SequenceState) -> bool:
-        """Whether another sequence fills this one's next page; for others than the background, one not of it."""
+        """Return whether another sequence is filling the first page of this sequence that cannot be found yet. What a
+        background sequence fills takes too long for others."""
         if sequence.wants_prompt_logprobs:
             return False
         hashes = self._hashes(sequence, (sequence.num_tokens - 1) // PAGE_SIZE)
@@ -171,7 +173,7 @@ class Scheduler:
 
     Clients take turns: the next sequence is the first of the client that has the fewest running; of several, not of the
     last client that got a place. A client that has none takes the place of the youngest sequence of the client that has
-    most, unless that is its only one. Of the prompt tokens of a step, clients have equal shares.
+    most, unless that is its only one. Of half the prompt tokens of a step, clients have equal shares.
 
     Sequences of background requests wait behind the others, and are preempted first, also for others that wait. They
     are admitted while less than three quarters of `max_num_seqs` run. The last of them that runs is kept, and while
@@ -201,6 +203,7 @@ class Scheduler:
     ) -> None:
         self.kv = KVManager(num_slots, windowed, shares_pages=shares_pages, chunk_grid=chunk_grid)
         self.waiting: deque[SequenceState] = deque()  # by arrival
+        self._num_waiting: Counter[str] = Counter()  # of each client, without the background
         self._newest_client = ""  # the last that got a place
         self.running: list[SequenceState] = []
         self._max_num_seqs = max_num_seqs
@@ -218,13 +221,13 @@ class Scheduler:
             earlier = itertools.chain(self.running, itertools.islice(self.waiting, place))
             if place < len(self.waiting) and not any(one.background for one in earlier):
                 place += 1
-        self.waiting.insert(place, sequence)
+        self._wait(sequence, place)
 
     def remove(self, sequence: SequenceState) -> None:
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._leave(sequence)
         self.kv.release(sequence)
 
     def members(self, cohort: int) -> list[SequenceState]:
@@ -290,7 +293,7 @@ class Scheduler:
                 if not self._give_way(sequence, cohort, step):
                     return
                 pages = self.kv.find(sequence)
-            self.waiting.remove(sequence)
+            self._leave(sequence)
             self._newest_client = sequence.client
             self.running.append(sequence)
             self.kv.begin(sequence, pages)
@@ -299,14 +302,16 @@ class Scheduler:
             step.admitted.append(sequence)
 
     def _has_pages(self, sequence: SequenceState, found: Sequence[int]) -> bool:
-        """Return whether a sequence with these pages can be admitted. While others run, a few pages must stay free."""
+        """Return whether a sequence with these pages can be admitted. While others run, a few more must be free,
+        because the newest sequence would be preempted first."""
         num_spare = int(_SPARE_SHARE * self.kv.pool.num_pages) if self.running else 0
         num_new = self._num_pages_needed(sequence) - len(found)
         return num_new + num_spare <= self.kv.pool.num_free_without(found)
 
     def _in_turn(self) -> list[SequenceState]:
-        """Return waiting sequences by their turns; one of the background comes after all that waited before it."""
-        if len({one.client for one in self.waiting if not one.background}) < 2:
+        """Return the next waiting sequences in the order of their turns. A sequence of the background comes after all
+        that waited before it."""
+        if len(self._num_waiting) < 2:
             return list(itertools.islice(self.waiting, self._max_num_seqs))
         held, ranked, last = self._num_running, [], (0, False)
         for sequence in itertools.islice(self.waiting, self._first_of_background):
@@ -338,10 +343,10 @@ class Scheduler:
         return bool(youngest)
 
     def put_back(self, sequence: SequenceState) -> None:
-        """Let a running sequence begin again, before its equals."""
+        """Let a running sequence begin again, from position 0 on. It waits before its equals."""
         self.kv.release(sequence)
         self.running.remove(sequence)
-        self.waiting.insert(self._first_of_background if sequence.background else 0, sequence)
+        self._wait(sequence, self._first_of_background if sequence.background else 0)
 
     def _preempt(self, sequence: SequenceState, step: Step) -> None:
         self.put_back(sequence)
@@ -355,6 +360,17 @@ class Scheduler:
         while place and self.waiting[place - 1].background:
             place -= 1
         return place
+
+    def _wait(self, sequence: SequenceState, place: int) -> None:
+        self.waiting.insert(place, sequence)
+        if not sequence.background:
+            self._num_waiting[sequence.client] += 1
+
+    def _leave(self, sequence: SequenceState) -> None:
+        self.waiting.remove(sequence)
+        if not sequence.background:
+            self._num_waiting[sequence.client] -= 1
+            self._num_waiting += Counter()  # drops clients that have none
 
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step, most: int, most_of_background: int) -> None:
         unread = [one for one in members if not one.prefilled and one.num_computed < one.num_tokens]
@@ -404,13 +420,20 @@ class Scheduler:
 
 
 def _shares(unread: Iterable[SequenceState], room: int) -> dict[str, int]:
-    """Divide the prompt tokens of a step among clients: each gets an equal share, or what it needs if that is less."""
+    """Divide the prompt tokens of a step among clients. Of one half each gets an equal share, or what it needs if that
+    is less; the first to come get the rest, so that many clients with equal prompts do not all wait for the last."""
     needs, shares = Counter[str](), dict[str, int]()
     for sequence in unread:
         needs[sequence.client] += sequence.num_tokens - sequence.num_computed
+    half = room // 2
     for num_others, (client, need) in zip(range(len(needs))[::-1], needs.most_common()[::-1], strict=True):
-        shares[client] = min(need, -(-room // (num_others + 1)))
-        room -= shares[client]
+        shares[client] = min(need, -(-half // (num_others + 1)))
+        half -= shares[client]
+    rest = room - sum(shares.values())
+    for client, need in needs.items():
+        more = min(need - shares[client], rest)
+        shares[client] += more
+        rest -= more
     return shares
 
 

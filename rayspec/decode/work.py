@@ -45,8 +45,12 @@ TokenSequence = Annotated[tuple[int, ...], Field(min_length=1)]
 
 
 class DecodingParams(SamplingParams):
-    """The parameters that a sequence is decoded with: no field is unset; the defaults are vLLM's neutral values. The
-    fields of its own are those of transformers' GenerationConfig that a request cannot state."""
+    """The parameters that a sequence is decoded with: no field is unset. The defaults of SamplingParams' fields are
+    vLLM's neutral values.
+
+    The fields of its own are those of transformers' GenerationConfig that a request cannot state. They have the same
+    names and meanings there. eos tokens are the engine's.
+    """
 
     repetition_penalty: float = Field(1.0, gt=0.0)
     temperature: float = Field(1.0, ge=0.0)

@@ -71,15 +71,19 @@ def sample_documents(n: int, *, num_sentences: int = 40, seed: int = 0) -> list[
 
 
 def sample_tasks(domain: str, n: int, *, size: int = 40, seed: int = 0) -> list[Task]:
-    """Return `n` tasks of a domain, the same for equal arguments; with a seed below a million, none occurs in training.
-    Raises `ValueError` unless 0 <= n <= 100000, and for arguments that `generate_task` refuses."""
+    """Return `n` tasks of a domain of `DOMAINS`, the same for equal arguments. The domain decides the unit of `size`.
+
+    With a seed below a million, none of the tasks occurs in training. Raises `ValueError` unless 0 <= n <= 100000, and
+    for arguments that `generate_task` refuses.
+    """
     if not 0 <= n <= _MAX_DOCUMENTS:
         raise ValueError(f"n={n}: n must be from 0 to {_MAX_DOCUMENTS}")
     return [generate_task(domain, seed * _MAX_DOCUMENTS + index, size=size) for index in range(n)]
 
 
 def example_documents(*, pages: bool) -> list[SampleDocument]:
-    """Return twelve documents of 200 to 2000 words: reports, or with `pages` up to six pages of Python's help."""
+    """Return twelve documents of 200 to 2000 words: audit reports, and with `pages` in place of the last six of them
+    pages of Python's own documentation, as far as this Python has them."""
     found = [name for name in _EXAMPLE_PAGES if pages and name in topics]
     reports = [
         SampleDocument(id=f"report-{number:02}", text=report.text, summary=report.summary)

@@ -36,7 +36,11 @@ class Report:
 
 
 def generate_report(seed: int, *, num_sentences: int, num_findings: int | None = None) -> Report:
-    """Generate the report of a seed. Raises `ValueError` unless 1 <= num_findings (else 3 to 8) <= num_sentences."""
+    """Generate the report of a seed. Equal arguments give equal reports.
+
+    `num_sentences` counts the findings; a sentence is about 15 tokens of the demo tokenizer. Without `num_findings`
+    the seed chooses 3 to 8. Raises `ValueError` unless 1 <= num_findings <= num_sentences.
+    """
     rng = random.Random(seed)
     if num_findings is None:
         num_findings = min(rng.choice(range(3, 9)), num_sentences)

@@ -37,7 +37,11 @@ class Task:
 
 
 def generate_task(domain: str, seed: int, *, size: int) -> Task:
-    """Generate the task of a seed. size: sentences, rows or visits. Raises ValueError for a bad domain or size."""
+    """Generate the task of a seed; equal arguments give equal tasks. size: number of sentences, rows or visits; ledgers
+    and schedules have at most 40.
+
+    Raises ValueError for a domain that is not in `DOMAINS`, and unless size >= 1.
+    """
     if domain not in DOMAINS:
         raise ValueError(f"domain {domain!r} is none of {', '.join(DOMAINS)}")
     if size < 1:

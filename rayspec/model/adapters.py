@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from rayspec.types import CheckpointError
 _WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(r"(?P<path>.*\blayers\.(?P<layer>\d+)\..*?(?P<module>\w+))\.lora_[AB]\.weight")
 _MOST_KEY = 256  # characters; the search in a key takes the cube of its length
-_PATTERN_S = 1.0  # to search a key by a pattern, which may be anybody's
+_MOST_PATTERN = 256  # characters; without "{", which may take any memory, a pattern has as many states
+_PATTERNS_S = 5.0  # to search all keys by the patterns, which may be anybody's
 _MERGE = "merge it into the model with merge_and_unload() of peft, and load the result"
 # What an adapter may hold or change in addition to its products, and the values with which it does not.
 _MORE: dict[str, tuple[Any, ...]] = {
@@ -119,26 +121,31 @@ def _products_of(folder: str) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
         raise CheckpointError(
             f"the adapter {folder!r} has no readable {_WEIGHTS} ({error}): save it with save_pretrained() of peft"
         ) from error
-    found = {}
+    found, deadline = {}, time.monotonic() + _PATTERNS_S
     for key in tensors:
         match = _KEY.fullmatch(key) if len(key) <= _MOST_KEY else None
         down, up = (tensors.get(re.sub(r"\.lora_[AB]\.", f".lora_{one}.", key)) for one in "AB")
         if match is None or down is None or up is None or down.dim() != 2 or up.dim() != 2 or len(down) != up.shape[1]:
             problem = f"has {key[:_MOST_KEY]}, which is not supported, or without its other half: {_MERGE}"
             raise CheckpointError(f"the adapter {folder!r} {problem}")
+        if ".lora_A." not in key:
+            continue
         try:
-            scale = _scale(config, match["path"], len(down))
-        except (regex.error, TimeoutError, TypeError, ValueError) as error:
+            scale = _scale(config, match["path"], len(down), deadline)
+        except (regex.error, TimeoutError, TypeError, ValueError, RecursionError) as error:
             problem = f"has an alpha or a pattern of alphas that cannot be used ({error}): {_MERGE}"
             raise CheckpointError(f"the adapter {folder!r} {problem}") from error
         found[int(match["layer"]), match["module"]] = (down.float(), up.float() * scale)
     return found
 
 
-def _scale(config: Mapping[str, Any], path: str, rank: int) -> float:
-    """Return the factor of the product of a module, as in `peft.tuners.lora.LoraModel`."""
+def _scale(config: Mapping[str, Any], path: str, rank: int, deadline: float) -> float:
+    """Return the factor of the product of a module, as in `peft.tuners.lora.LoraModel`. Raises ValueError and
+    TimeoutError."""
     patterns = config.get("alpha_pattern") or {}
-    fits = partial(regex.match, string=path, timeout=_PATTERN_S)
+    if any(len(pattern) > _MOST_PATTERN or "{" in pattern for pattern in patterns):
+        raise ValueError(f"a pattern may have {_MOST_PATTERN} characters, and no '{{'")
+    fits = partial(regex.match, string=path, timeout=max(1e-3, deadline - time.monotonic()))
     own = next((pattern for pattern in patterns if fits(rf"(.*\.)?({pattern})$")), None)
     alpha = float(config.get("lora_alpha", 8) if own is None else patterns[own])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -236,7 +236,8 @@ def _check_layers(model: PreTrainedModel, parts: Decomposition, numbers: Sequenc
             each.calls.clear()  # they tell the windows of this layer
         with _replaced(model.config, {"_attn_implementation": IMPLEMENTATION}):
             actual = rows.outputs(number, attention, hidden=inputs)
-        # Some families have the window in the mask only, which packed attention does not use.
+        # Some families have the window in the mask only, which packed attention does not use. Pages outside the window
+        # would also be given back too early.
         (passed,) = {window for _, window, *_ in rows.passes[0].calls}
         if hiding_window(passed, model.config) != parts.windows.get(number):
             raise UnsupportedModelError(

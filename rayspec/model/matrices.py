@@ -88,8 +88,11 @@ class OperatorMatrix(LinearMap):
 
 
 class Matrix(LinearMap):
-    """A `LinearMap` with weights in full precision, whose product is torch's. It copies the weights, except for a
-    single layer that is not blocked. blocked: store the weights in oneDNN's layout."""
+    """A `LinearMap` with weights in full precision, whose product is torch's.
+
+    It copies the weights, except for a single layer that is not blocked. `empty_linears` frees the layers' own weights.
+    blocked: store the weights in oneDNN's layout.
+    """
 
     def __init__(self, linears: Sequence[nn.Linear], *, blocked: bool) -> None:
         super().__init__(linears)

@@ -40,9 +40,10 @@ def offload(
 ) -> OffloadedWeights:
     """Move the weights of these sublayers, blocks and norms, off the device.
 
-    From then on a sublayer fetches its weights whenever it runs, into buffers that the offloaded sublayers share:
-    between its runs, its parameters hold the weights of another sublayer. Bytes and alignment stay the same, so results
-    are bit-equal. Weights that others use too stay on the device.
+    From then on a sublayer fetches its weights whenever it runs, into buffers that the offloaded sublayers share: the
+    device holds the weights of at most two. Bytes and alignment stay the same, so results are bit-equal. Weights that
+    others use too stay on the device. Between its runs, the parameters of an offloaded sublayer hold the weights of
+    another sublayer: do not read, save or move them.
 
     device: where the sublayers run, by default where the model is. to: "cpu" needs a CUDA device. "disk" is a nameless
     file in `folder`, by default the system's folder for temporary files. It vanishes with the process, even after a

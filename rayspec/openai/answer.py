@@ -32,7 +32,9 @@ _FEW_LOGPROBS = 5_000
 
 
 class Limit:
-    """Admits work that takes memory in an engine in order of arrival, while fewer than `most` are under way."""
+    """Limits what takes memory in an engine: the sequences of background requests, also while they wait, or
+    log-probabilities. Work is admitted in the order of arrival, while fewer than `most` are under way; it may have more
+    itself."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0

@@ -133,7 +133,9 @@ class _Fields(StrictBody):
 
 
 def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
-    """Yield the requests of a file on demand, and failed results for other lines. source: is part of the ids."""
+    """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result; so does a
+    custom_id that an earlier line has. lines: of `limited_lines`. source: the file's name, which is part of the ids.
+    """
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line

@@ -358,7 +358,8 @@ def reasoning_style(template: str, name: str | None) -> str | None:
 
 
 class ThinkParser:
-    """Finds reasoning in <think> and </think>. make_rest: makes the parser of the rest. is_inside: it has begun."""
+    """Finds reasoning in <think> and </think>. make_rest: makes the parser of what follows; None: it is content.
+    is_inside: the prompt ended with <think>. Spaces around the reasoning belong to nothing."""
 
     def __init__(self, make_rest: Callable[[], CallParser | HarmonyParser] | None, *, is_inside: bool) -> None:
         self._rest = make_rest() if make_rest is not None else None

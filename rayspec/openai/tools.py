@@ -39,7 +39,8 @@ class ToolUse:
 
     @classmethod
     def of(cls, request: ChatRequest, tokenizer: Any, parser: str | None) -> ToolUse | None:
-        """Return None without calls. parser: a format's name. Raises InvalidRequestError if the format is not known."""
+        """Return None for a request without calls. parser: name of the format. Raises InvalidRequestError where the
+        model would not know what to write."""
         tools = request.tools
         choice: Any = request.tool_choice or "auto"
         if not tools or choice == "none":

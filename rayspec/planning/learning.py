@@ -197,7 +197,8 @@ def expected_draft(acceptance: ArrayLike, max_length: int, rule: StopRule) -> tu
 
 
 class DraftWhileSure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Draft until the last token's probability is below `threshold`: the rule of other self-speculative decoders."""
+    """Continue a draft until its last token's probability is below `threshold`: the rule of other self-speculative
+    decoders. The rule is serializable, and can be sent to the process that drafts."""
 
     threshold: float
 

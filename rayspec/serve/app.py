@@ -48,8 +48,9 @@ _ROUTING = {
 
 
 def build_openai_app(args: Mapping[str, Any]) -> serve.Application:
-    """Return an application that serves all models of `args["llm_configs"]`. args: options of ServeOptions;
-    RAYSPEC_API_KEYS in the environment holds more keys. Starts Ray where it does not run. Raises ConfigError."""
+    """Return an application that serves all models of `args["llm_configs"]`. args: options of ServeOptions; the
+    environment variable RAYSPEC_API_KEYS holds more keys, separated by commas. Starts Ray where it does not run.
+    Raises ConfigError."""
     if not ray.is_initialized():
         ray.init()
     options = with_sizes(serve_options(args, environment=os.environ))

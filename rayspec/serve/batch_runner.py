@@ -87,8 +87,8 @@ class BatchRunner:
             self._woken.clear()
 
     def _start(self, waiting: Iterable[tuple[Batch, bool]]) -> None:
-        """Start batches: the cancelled and expired, then in turn those of clients with the fewest, the oldest first. A
-        client that has none waits for nobody."""
+        """Start batches: the cancelled and expired, then in turn those of clients with the fewest, the oldest first.
+        Each of up to `_MOST_CLIENTS` clients has one at once."""
         held = Counter(self._known[name][1] for name in self._runs)
         ranked = []
         for batch, is_over in waiting:
@@ -119,7 +119,9 @@ class BatchRunner:
 
     async def _run(self, batch: Batch) -> None:
         try:
-            await BatchRun(batch, self._store, self._max_lines, partial(self._answer, batch.id)).run()
+            batch = await asyncio.to_thread(self._store.saved, batch.id)  # another server may have ended it meanwhile
+            if batch.status not in FINAL:
+                await BatchRun(batch, self._store, self._max_lines, partial(self._answer, batch.id)).run()
             self._woken.set()
         except Exception:  # logged, and tried again
             logger.exception("batch %s cannot go on now", batch.id)

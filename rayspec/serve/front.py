@@ -225,7 +225,8 @@ class _HttpConnection(H11Protocol):
 def http_server(
     app: ASGIApp, listener: socket.socket, *, header_timeout_s: float, write_timeout_s: float
 ) -> Iterator[threading.Thread]:
-    """Run the server in a thread, which is yielded. listener: listens. Timeouts: of `_HttpConnection`."""
+    """Run the server in a thread while the context is open, and yield the thread. listener: a listening socket. The
+    timeouts are those of `_HttpConnection`."""
     errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
     limits = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
     config = uvicorn.Config(

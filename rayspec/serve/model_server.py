@@ -109,7 +109,8 @@ class ModelServer:
     async def stream(
         self, kind: type[Request], body: bytes, name: str, owner: str = "", client: str = ""
     ) -> AsyncGenerator[bytes | ApiError, None]:
-        """Yield the answer as events. An error before the first is yielded as it is, and ends the stream."""
+        """Yield the answer as server-sent events. An error before the first event is yielded as it is, and ends the
+        stream; a later error is an event too. Closing the generator ends the request."""
         events = stream(
             await _parsed(kind, body),
             self._engine.owned_by(owner, client),

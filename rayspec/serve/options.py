@@ -234,7 +234,8 @@ _UNLIMITED = 100_000
 
 
 def serve_options(args: Mapping[str, Any], *, environment: Mapping[str, str]) -> ServeOptions:
-    """Return the options in an application's `args`, with the keys in RAYSPEC_API_KEYS. Raises ConfigError."""
+    """Return the options in the `args` of an application. environment: RAYSPEC_API_KEYS holds more keys, separated by
+    commas. A local folder of batches becomes absolute. Raises ConfigError."""
     more = tuple(filter(None, (key.strip() for key in environment.get("RAYSPEC_API_KEYS", "").split(","))))
     options = ServeOptions(**args)
     folder = None if options.batches is None else Location.parse(options.batches).absolute().name

@@ -43,7 +43,8 @@ FIRST_ROUNDS, FIRST_SHARE, SAVING_SHARE = 12.0, 0.005, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A way's plan, and its predicted tokens per second over the batch. shorter: function from a draft length to it."""
+    """A way's plan, and its predicted tokens per second over the batch. shorter: this rate with drafts of at
+    most a length."""
 
     plan: Plan
     rate: float

@@ -245,6 +245,11 @@ def test_texts_are_read_with_and_without_a_mark(tmp_path: Path, encoding: str, s
     assert [outcome(d) for d in read(write("b.ndjson", rows))] == [text, text, text, "malformed_row"]
 
 
+def test_zeros_after_the_end_of_gzip_data_are_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "A"}\n' * 3) + bytes(512))
+    assert [row.document for row in read(tmp_path / "a.jsonl.gz")] == ["A"] * 3
+
+
 @pytest.mark.parametrize(
     ("suffix", "damage"),
     [

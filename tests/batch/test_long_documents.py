@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import re
 import random
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -184,6 +185,17 @@ def test_the_reasoning_about_parts_is_in_no_later_prompt(mode: Any) -> None:
     assert (row.text, row.reasoning) == ("fine", "odd")
     assert len(engine.prompts) > 1
     assert not any("odd" in prompt for prompt in engine.prompts)
+    assert "odd" not in (row.tree or "")
+
+
+@pytest.mark.parametrize("mode", ["map-reduce", "refine"])
+def test_a_part_whose_answer_ends_in_its_reasoning_fails_the_document(mode: Any) -> None:
+    engine = RecordingEngine(answer="<think>odd")
+    settings = make_settings(flags={"model": "demo", "reasoning_parser": "qwen3"}, sampling=GREEDY)
+    long = DocumentTask(settings=settings, template="{text}", instruct=False, long=LongDocumentOptions(long=mode))
+    row = completed(long.handler(engine)(document(reports(6))))  # type: ignore[arg-type]
+    assert row.error_kind == "unfinished_reasoning"
+    assert re.match(r"part \d of \d \(tokens \d+ to \d+\): its output ended in its reasoning", str(row.error))
 
 
 def document(text: str) -> Row:

@@ -74,7 +74,8 @@ class Proposal(msgspec.Struct, frozen=True):
     copied: Proposal | None = None
 
     def cut_by(self, constraint: Constraint, drafted: Sequence[int] = ()) -> Proposal:
-        """Return the proposal, a chain, up to the first token that breaks the form. drafted: tokens before it."""
+        """Return the proposal, a chain without survival, up to the first token that breaks the form of the output.
+        drafted: tokens before it."""
         num_allowed = len(constraint.allowed([*drafted, *self.token_ids])) - len(drafted)
         return msgspec.structs.replace(
             self,
@@ -369,9 +370,10 @@ def _of_lines(path: Path) -> Iterator[str]:
         for number, line in enumerate(lines, start=1):
             if len(line) > _MAX_LINE_BYTES:
                 raise ValueError(f"line {number} has more than {_MAX_LINE_BYTES} bytes")
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # noqa: PLW2901
             if line.strip():
                 try:
-                    row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, Any])
+                    row = msgspec.json.decode(line, type=dict[str, Any])
                 except msgspec.MsgspecError as error:
                     raise ValueError(f"line {number} is no JSON object ({error})") from error
                 yield from _text_of(row, f"line {number}")
