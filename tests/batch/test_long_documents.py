@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import json
-import re
 import random
+import re
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
