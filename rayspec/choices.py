@@ -78,6 +78,7 @@ def num_leading_full(choices: Sequence[Choice]) -> int:
 
 
 def drafts_by_copies(copies: Sequence[Weights], ways: Sequence[Collection[Choice]]) -> dict[Weights, Choices]:
-    """Return, for each kind of copies, the draft that uses it wherever a sublayer has it. ways: of each sublayer."""
+    """Return, for each kind of copies, the draft that runs all sublayers by it, or in full where there is none. Leave
+    out a kind that no sublayer has. ways: the choices of each sublayer."""
     found = {weights: tuple(weights if weights in each else FULL for each in ways) for weights in copies}
     return {weights: choices for weights, choices in found.items() if weights in choices}

@@ -441,7 +441,8 @@ class SpeculationOptions(Options):
 
     @property
     def num_tap_tokens(self) -> int:
-        """Number of tokens whose hidden states are kept at all sublayer boundaries; knn-ssd: of each sequence."""
+        """Number of tokens with a tap: their hidden states at all sublayer boundaries are kept for the strategy. With
+        knn-ssd, this number is for each sequence."""
         if self.strategy in ("clasp", "knn-ssd"):
             return 1
         return self.num_search_tokens or (32 if self.strategy == "swift" else 8)
@@ -518,7 +519,8 @@ class ParallelOptions(Options):
 
     @property
     def num_cpus(self) -> float:
-        """Ray CPUs of all shards and the owners of replicas' shards; 0 without shards: replicas take what there is."""
+        """Ray CPUs that all shards reserve, with one for the owner of each replica's shards. 0 where replicas have no
+        shards: they take the CPUs that there are."""
         if self.replicas > 1 and self.stages * self.tensor == 1:
             return 0.0
         return self.replicas * (1 + self.stages * self.tensor * self.cpus_per_shard)
@@ -651,7 +653,8 @@ class EngineConfig(Options):
         return self
 
     def sized(self, gpu_bytes: int | None) -> Self:
-        """Return the config with sizes set. gpu_bytes: memory of the GPU that runs the engine; None: on a CPU."""
+        """Return the config with numbers where `max_num_seqs` and `max_num_batched_tokens` are unset. gpu_bytes: memory
+        of the GPU that runs the engine; None: it runs on a CPU."""
         size = 0 if gpu_bytes is None else 2 if gpu_bytes >= LARGE_GPU_BYTES else 1
         return self.replace(
             max_num_seqs=self.max_num_seqs or _MAX_NUM_SEQS[size],
@@ -730,7 +733,10 @@ class Settings:
     sampling: SamplingParams
 
     def resolved(self, engine: EngineConfig | None = None) -> dict[str, Any]:
-        """Return the options as values of a config file, with the user's model and `parallel`. engine: that runs."""
+        """Return the options as plain values of a config file. engine: the config of the running engine, if any.
+
+        The model has the name that the user gave, and `parallel` the value: the engine may be one of a pool.
+        """
         asked = self.engine.model_dump(mode="json")
         options = asked if engine is None else engine.model_dump(mode="json")
         asked = {"model": asked["model"], "parallel": asked["parallel"]}

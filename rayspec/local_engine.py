@@ -77,7 +77,8 @@ def way_of(engine: Engine) -> Literal["drafts", "copies", "plain"]:
 
 
 def load_adapter(engine: Engine | None, name: str, folder: str) -> None:
-    """Load another adapter into a running engine. Raises ConfigError if it cannot take one, and CheckpointError."""
+    """Load another adapter into an engine of this process, while it runs. Raises ConfigError where the model is not in
+    this process or does not split, and CheckpointError."""
     stages = None if engine is None else engine.stages
     if engine is None or not isinstance(stages, LocalStages):
         raise ConfigError(f"adapter {name!r} is not loaded, and this engine takes no more: name it in 'lora_modules'")

@@ -31,7 +31,8 @@ _RECLAIMABLE = {
 
 
 def bytes_available(root: Path = _ROOT) -> int:
-    """Return the bytes that this process can still allocate. Page cache counts as free, as the kernel gives it up."""
+    """Return the bytes that can still be allocated: what the machine has, or what a control group of this process
+    leaves if that is less. Page cache counts as free, because the kernel gives it up."""
     left = [limit - used for limit, used in _memory_limits(root)]
     return max(0, min([_meminfo(root)["MemAvailable"], *left]))
 
@@ -42,7 +43,8 @@ def bytes_in_total(root: Path = _ROOT) -> int:
 
 
 def num_cores(root: Path = _ROOT, *, affinity: int | None = None) -> int:
-    """Return how many threads can run at once, by affinity (or this number of cores) and CPU quotas; at least 1."""
+    """Return how many threads can run at once: the cores that this process may run on, or the CPU quota of its control
+    groups if that is less, rounded down, at least 1. affinity: stands for the number of these cores."""
     limits: list[float] = [affinity or len(os.sched_getaffinity(0))]
     for group, version in _groups(root, "cpu"):
         files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
@@ -78,7 +80,8 @@ def waited_for_core_s() -> float:
 
 
 def user_folder(folder: str | None) -> Path:
-    """Return the folder of measurements and fetched models. Raises ConfigError for a user without a home."""
+    """Return the folder of measurements and of fetched models, by default in the user's cache. Raises ConfigError for a
+    user without a home."""
     if folder:
         return Path(folder)
     if cache := os.environ.get("XDG_CACHE_HOME"):
@@ -111,7 +114,8 @@ def cpu_name(root: Path = _ROOT) -> str:
 
 
 def cpu_class(root: Path = _ROOT) -> str:
-    """Return the processor's instructions for matrix products: "AMX", ..., "Arm BF16" or "other"."""
+    """Return the instructions for matrix products that the processor has: "AMX", "AVX-512 BF16", "AVX-512", "AVX2",
+    "Arm BF16" or "other"."""
     flags = set((_cpuinfo(root, "flags") or _cpuinfo(root, "Features")).split())
     classes = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
     return next((name for flag, name in (classes | {"bf16": "Arm BF16"}).items() if flag in flags), "other")

@@ -34,7 +34,8 @@ class InvalidMessageError(InvalidMessagesError):
 
 
 def read_conversation(messages: object) -> list[dict[str, Any]]:
-    """Return the messages as chat templates take them, see `read_message`. Raises InvalidMessagesError."""
+    """Return the messages in the form that chat templates take, see `read_message`. What this returns can be read
+    again and does not change. Raises InvalidMessagesError."""
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidMessagesError(
             f"the conversation is {reprlib.repr(messages)}: give a list of {{'role': 'user', 'content': 'text'}}"
@@ -104,7 +105,9 @@ _SCHEMAS = frozenset({"schema", "json", "guided_json", "parameters"})  # fields 
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a JSON value without null fields, not in schemas, where null has a meaning, nor in lists of scalars."""
+    """Return a JSON value without the fields of objects that are null, at every depth. Null elements of lists stay, and
+    so do JSON schemas, where null has a meaning. A list that begins with a number or a text holds only such: it may be
+    long, and is not searched."""
     if isinstance(value, dict):
         return {
             name: item if name in _SCHEMAS else without_nulls(item) for name, item in value.items() if item is not None
@@ -115,7 +118,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def text_tokens(prompt: object, tokenizer: Any, **options: Any) -> list[int]:
-    """Return the tokens of a text. options: of the tokenizer's call. Raises RequestError, also for its errors."""
+    """Return the tokens of a text. tokenizer: a transformers tokenizer. options: those of its call. Raises RequestError
+    for a prompt that is no text or no Unicode, and for any error of the tokenizer."""
     if not isinstance(prompt, str):
         raise RequestError(f"the prompt is {reprlib.repr(prompt)}: give a text, or {{'prompt_token_ids': [...]}}")
     problem = _unicode_problem(prompt)
@@ -242,7 +246,8 @@ class Rendering:
             raise ConfigError("argument 'continue_final_message' is True: give add_generation_prompt=False, too")
 
     def template_of(self, tokenizer: Any) -> str:
-        """Return the chat template. Raises as `chat_template`, and InvalidMessagesError for what it would drop."""
+        """Return the chat template. Raises ConfigError as `chat_template` does, and InvalidMessagesError if it does not
+        know the tools or a variable: it would drop them without a word."""
         template = chat_template(tokenizer, self.tools) if self.template is None else self.template
         for name in self.variables:
             if name in _OF_RENDERING or name not in template:

@@ -151,7 +151,8 @@ def _own_groups() -> Iterator[None]:
 
 
 def forget_reserved_threads() -> None:
-    """In an actor, remove Ray's OMP_NUM_THREADS: its reserved CPUs are no limit of the engine."""
+    """In an actor, remove OMP_NUM_THREADS from the environment if Ray has set it: to the CPUs that the actor reserves,
+    which are no limit of its engine."""
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
     if not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in Path("/proc/self/environ").read_bytes().split(b"\0")):

@@ -192,7 +192,8 @@ class EngineStats(DraftCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """The present load of an engine. Requests with n > 1 count as n; tokens are slots of the KV cache."""
+    """The present load of an engine. num_running, num_waiting: sequences, of which a request with n > 1 has several.
+    Tokens are slots of the KV cache."""
 
     num_running: int
     num_waiting: int
@@ -263,7 +264,8 @@ class RequestMetrics(DraftCounts):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated text, as vLLM's class. `cumulative_logprob` is of the whole text, also in a part of it."""
+    """One generated text, with the fields of vLLM's class. `cumulative_logprob` is of the whole text, even if this
+    output has only a part of the text."""
 
     index: int
     text: str

@@ -99,7 +99,8 @@ METHODS: Mapping[str, str] = {
 
 
 def from_vllm(given: Mapping[str, Any], table: Mapping[str, Argument], own: Collection[str]) -> dict[str, Any]:
-    """Return the options by our names. own: our names, which stay. Raises ConfigError if refused or given twice."""
+    """Return the options with vLLM's names replaced by ours. own: names of our options, which stay. Raises ConfigError
+    for an argument that is refused, and for one whose option is given too."""
     options = {name: value for name, value in given.items() if name not in table or name in own}
     for name, values in SAME_NAME.items():
         if name in own and _lookup(options.get(name, _ABSENT), values) is not _ABSENT:

@@ -25,7 +25,10 @@ OUTPUT_NAME, ERRORS_NAME = "output.jsonl", "errors.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchTask:
-    """The task of a job over an OpenAI batch file. served: one more name of the model in lines."""
+    """The task of a job over an OpenAI batch file.
+
+    served: a name of the model that lines may use, in addition to the name that it was started with.
+    """
 
     settings: Settings
     served: str

@@ -82,7 +82,11 @@ def run_demo(
 
 
 def compare(model: str, documents: dict[str, SampleDocument], output: Path, *, backend: LocalBackend) -> SideBySide:
-    """Summarize documents in float32, one at a time: plainly, then with `auto`. Raises the errors of `Job.run`."""
+    """Summarize documents with plain decoding, then with `auto`, one document at a time, in float32. Models other than
+    the bundled ones are asked for key facts.
+
+    documents: by their names in `output / "documents"`. Raises the errors of `Job.run`.
+    """
     is_bundled = model in BUNDLED
     rows: dict[Strategy, dict[str, Row]] = {strategy: {} for strategy in _FOLDERS}
     stats: dict[Strategy, EngineStats] = {}
@@ -188,7 +192,8 @@ class SideBySide:
 
     @property
     def rates(self) -> dict[str, tuple[float, float, float]]:
-        """Tokens per second of both runs, and the gain: without and with the time for prompts."""
+        """Tokens per second of plain decoding and of the fast strategy, and the gain: without and with the time for
+        prompts."""
         found = {}
         for name, has_prompts in (("decoding", False), ("prompts included", True)):
             plain, fast = (

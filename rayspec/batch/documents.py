@@ -441,7 +441,8 @@ def _num_at_once(group: pq.RowGroupMetaData, names: Sequence[str]) -> int:
 
 
 def pieces_of(files: Sequence[Piece]) -> list[Piece]:
-    """Split files for read tasks; a few Parquet files at row groups, into pieces of about 64 MB."""
+    """Split files into pieces for read tasks. Of few files, Parquet files are split at row groups into pieces of about
+    64 MB. A file that cannot be read is one piece; reading the piece reports the error."""
     if len(files) >= _NUM_FILES_TO_SPLIT:
         return list(files)
     pieces = list[Piece]()

@@ -110,7 +110,10 @@ def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int
 
 
 def group(sizes: Sequence[int], room: int) -> list[range]:
-    """Split sizes into the fewest runs of at most `room`, or of one size; minimise the largest sum."""
+    """Split sizes into the fewest runs of neighbours that add up to at most `room` each; minimise the largest sum.
+
+    A size larger than `room` is a run of its own.
+    """
     fewest = len(_filled_up(sizes, room))
     smallest = bisect_left(range(room), True, key=lambda less: len(_filled_up(sizes, less)) <= fewest)
     return _filled_up(sizes, smallest)

@@ -175,7 +175,8 @@ class Processor:
 
 
 class RowClient:
-    """Carries rows to the supervisor and back in Ray Data. should_continue: failed rows get an error column."""
+    """Carries rows to the engine's supervisor and back, inside Ray Data. should_continue: a row on which the user's
+    functions or the engine fail gets an error column."""
 
     def __init__(
         self, supervisor: Any, preprocess: RowFunction | None, postprocess: RowFunction | None, should_continue: bool

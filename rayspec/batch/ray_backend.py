@@ -96,9 +96,12 @@ def patient(dataset: ray.data.Dataset) -> ray.data.Dataset:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """Switch off Ray Data's progress bars and log lines below ERROR. At the end of the block, wait up to 10 s for its
-    reader threads: they outlive a dataset's iterator by a moment, and a thread that calls Ray during its shutdown ends
-    the process. Inside the block, close datasets that were not read to their end."""
+    """Switch off Ray Data's progress bars and log lines below ERROR, which share the terminal with ours. At the end of
+    the block, wait until Ray Data's reader threads have ended, for at most 10 s.
+
+    The threads outlive a dataset's iterator by a moment. A thread that calls Ray during the shutdown of Ray ends the
+    process at once, with an exit code of its own. Inside the block, close datasets that were not read to their end.
+    """
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     try:
@@ -117,7 +120,8 @@ def reader_threads() -> list[threading.Thread]:
 
 
 def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
-    """Run the dataset and yield its rows at the caller's pace. Closing the generator ends the run."""
+    """Run the dataset and yield its rows, block by block. Closing the generator ends the run. The caller may take any
+    time for a row."""
     with closing(iter(patient(dataset).iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:  # type: ignore[type-var]
         batch: Any
         for batch in batches:

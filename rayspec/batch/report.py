@@ -256,7 +256,8 @@ def _environment() -> Environment:
 
 
 def token_sources(stats: EngineStats) -> list[tuple[str, float]]:
-    """Return shares of the tokens by source, the largest first, without tiny ones; the full model's own last."""
+    """Return shares of the tokens by where they came from, largest first, without shares that would round to nothing.
+    The full model's own tokens are last."""
     num_tokens = max(1, stats.num_generated_tokens)
     by_source = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
     shares = [(_SOURCES.get(name, name), count / num_tokens) for name, count in by_source]

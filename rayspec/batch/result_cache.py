@@ -31,8 +31,10 @@ _logger = logging.getLogger(__name__)
 
 
 class ResultCache:
-    """The results in a folder for the options that decide the text; several jobs may use it. A broken result is
-    computed again, with a warning. Nothing is found or kept while the model is not on this machine. Raises ConfigError.
+    """The results in a folder for one set of options. identity: the options that decide the text.
+
+    Several jobs may use the folder. A broken result is named in a warning, and computed again. Nothing is found or kept
+    while the model is not on this machine, because the state of its files is a part of the key. Raises ConfigError.
     """
 
     def __init__(self, folder: str, identity: Mapping[str, Any]) -> None:
@@ -73,7 +75,8 @@ class ResultCache:
 
 
 def files_of(engine: Mapping[str, Any]) -> str:
-    """Return a hash of what tells the content of the model's files; empty if the model is not on this machine."""
+    """Return a hash that tells the content of the files of the model and its parts; empty while the model is not on
+    this machine. engine: options of the engine."""
     names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values()]
     files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
     return _digest(json.dumps(files).encode()) if engine["model"] in files else ""

@@ -100,7 +100,8 @@ class Row:
         return replace(self.failed(error), input_hash=None)
 
     def counted(self, outputs: Sequence[RequestOutput]) -> Row:
-        """Return the row with the sums of all its requests, which may have run at the same time; without its input."""
+        """Return the row without its input, with the counts and times of all its requests. `decode_s` is a sum, also
+        over requests that ran at the same time."""
         metrics = [one.metrics for one in outputs]
         num_draft, num_accepted = (
             sum(getattr(one, name) for one in metrics) for name in ("num_draft_tokens", "num_accepted_tokens")
@@ -254,12 +255,14 @@ class RowTask(Protocol):
     def settings(self) -> Settings: ...
 
     def handler(self, engine: AsyncEngine) -> Handler:
-        """Make the function that completes rows. Errors of a row are stored in it; EngineDeadError is raised."""
+        """Make the function that completes rows. It is called once, in the engine's actor. An error of a row is stored
+        in the row that the function returns; the function raises EngineDeadError."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowEngineFactory:
-    """Loads engines that do a task. dtype: in place of the task's. texts: of rows done earlier, to be copied."""
+    """Loads engines that do a task. dtype: of the weights, in place of the task's; None: as the task says. texts: of
+    rows that were done earlier, from which drafts are copied."""
 
     task: RowTask
     dtype: DType | None = None

@@ -102,7 +102,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of manifest.json. identity: options that decide the rows. merged_bytes: of the merged file."""
+    """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values.
+    merged_bytes: the size of the merged file; None before there is one."""
 
     version: int = 4
     status: Status = "running"
@@ -319,7 +320,8 @@ class RunFolder:
 
 
 def output_places(output: str, file_format: FileFormat | None) -> tuple[Location, Location | None, FileFormat]:
-    """Return the run folder of an output, the file of all rows, if it is one, and its format. Raises ConfigError."""
+    """Return the run folder of an output, the file that all rows go to, and its format. The file is None for an output
+    that is a folder. Raises ConfigError."""
     if not output.strip():
         raise ConfigError(f"option 'output' is {output!r}: name a file or folder; . stands for this one")
     place = Location.parse(output)

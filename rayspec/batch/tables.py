@@ -28,7 +28,8 @@ _LOGS = {
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """place: path or URI of its folder; Iceberg: of the metadata file. version: None in place of the newest."""
+    """place: the absolute path or URI of its folder; of an Iceberg table, the file with the version's metadata.
+    version: None in place of the newest."""
 
     kind: str
     place: str

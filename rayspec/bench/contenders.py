@@ -62,7 +62,8 @@ class Ours:
         self._remember()
 
     def write(self, prompts: Sequence[list[int]], max_tokens: int) -> Writing:
-        """Yield after each step; after the run, if it is in other processes. Nothing is copied from earlier runs."""
+        """Yield after each step. A model in other processes runs without a pause: the whole run is one increment.
+        Nothing is copied from outputs of an earlier run, which are those of the same prompts."""
         self.engine.forget_texts()
         engine, stats = self.engine, self.engine.stats
         device = torch.device(engine.config.device) if engine.config.parallel is None else None

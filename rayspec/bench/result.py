@@ -51,10 +51,11 @@ class Sample:
 
 
 def bench_row(name: str, samples: Mapping[str, Sequence[Sample]], stats: EngineStats) -> dict[str, Any]:
-    """Return the JSON row of a strategy. samples: by strategy and repeat. stats: of its engine in that time.
+    """Return the JSON row of a strategy. samples: by strategy, repeat by repeat. stats: of its engine in that time.
 
-    Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat. Both measure decoding;
-    "end_to_end" includes prefill. `identical` of `total` outputs are those of plain decoding. None: not known.
+    Rates are medians over the repeats; speed-ups are medians of the ratios within a repeat, whose runs had the same
+    machine load. Both measure decoding; "end_to_end" includes prefill. `identical` of `total` outputs have the tokens
+    of our own plain decoding. Shares are of the engine's time. A value that is not known is None.
     """
     own, plain, hf = samples[name], samples[BASELINE], samples.get(HF)
 

@@ -76,7 +76,8 @@ def run_bench(
 
 @contextmanager
 def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec.LLM, dict[str, Contender]]]:
-    """Load all contenders, with shared weights if possible, and an LLM. Raises ConfigError, CheckpointError."""
+    """Load all contenders; engines share their weights where they can. Also yield an LLM of the same model. Raises
+    ConfigError, CheckpointError."""
     names = strategy_names(options)
     hide_progress_bars()
     exit_on_sigterm()  # so that the folder of a widened model is removed
@@ -103,7 +104,8 @@ def loaded_contenders(options: BenchOptions, say: Say) -> Iterator[tuple[rayspec
 
 
 def strategy_names(options: BenchOptions) -> list[str]:
-    """Return the names, the baseline first. Raises ConfigError for an unknown name, or an option that is missing."""
+    """Return the names, with "all" expanded and the baseline first. Raises ConfigError. Its message names the nearest
+    strategy for an unknown name, or the option that a strategy lacks."""
     speculation = options.engine.speculation
     if speculation.warm_start is not None:
         raise ConfigError(
@@ -162,7 +164,8 @@ def _side_by_side(
 
 @contextmanager
 def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
-    """Yield the model's path, or a temporary folder with the widened model, whose files are always the same."""
+    """Yield the model's own path, or a temporary folder with the widened model. Its files are the same every time, so
+    that saved plans and saved latency profiles match it again."""
     place = demo.local_path(config.model)
     if factor == 1:
         yield place
@@ -180,7 +183,8 @@ def model_folder(config: EngineConfig, factor: int) -> Iterator[str]:
 
 
 def engine_config(options: BenchOptions, folder: str, strategy: str) -> EngineConfig:
-    """Return the options of one strategy. Raises ConfigError for an unknown one, or a missing option."""
+    """Return the options of one strategy; skipped sublayers and saved plans are kept only if it uses them. Raises
+    ConfigError for an unknown strategy, or one that lacks a required option."""
     asked, is_static = options.engine.speculation, strategy == "static"
     drafts: dict[str, Any] = {"skip": asked.skip, "static_choice": asked.static_choice} if is_static else {}
     longest = max(options.context) + options.max_tokens
@@ -205,9 +209,10 @@ def measured_engine(base: EngineConfig, folder: str, *, batch: int, longest: int
 
 
 def run_selfcheck(*, device: str, dtype: DType, num_threads: int | None, quick: bool, say: Say) -> dict[str, Any]:
-    """Compare texts with drafts with those of plain decoding: in float32 also with transformers `generate`; in `dtype`
-    with option `deterministic`. Return JSON values, where "ok" says that no check failed or raised.
+    """Compare texts with drafts with those of plain decoding: in float32, where rounding cannot change the most likely
+    token of these texts, also with transformers `generate`; in `dtype` with option `deterministic`.
 
+    A check that raises has failed; the others still run. Returns JSON values, where "ok" says that no check failed.
     Raises ConfigError if the device does not exist.
     """
     options = {"device": device, "dtype": dtype, "num_threads": num_threads, "quick": quick}

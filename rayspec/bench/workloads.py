@@ -28,7 +28,8 @@ _DEMO_TOKEN = "<|document|>"  # noqa: S105 - a token of the bundled model's voca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Prompts of one domain, as token ids of at most `context`. num_left_out: longer prompts."""
+    """Prompts of one domain, as token ids, in the order of their requests. context: maximum number of prompt tokens.
+    num_left_out: number of longer prompts, which are left out."""
 
     domain: str
     prompts: list[list[int]]
@@ -41,7 +42,11 @@ class Workload:
 
 
 def make_workloads(llm: rayspec.LLM, options: WorkloadOptions, *, template: str) -> list[Workload]:
-    """Return a workload for each context and domain. Raises ConfigError, and the error of an invalid document."""
+    """Return a workload for each context and each domain. A domain without a fitting prompt has an empty workload.
+
+    template: prompt template for documents, see `PromptBuilder`. Raises ConfigError, and the error of an invalid
+    document.
+    """
     inputs = list(dict.fromkeys("demo:summary" if name == _DEMO else name for name in options.input))
     found: list[Workload] = []
     for context in dict.fromkeys(options.context):
@@ -125,7 +130,8 @@ def file_documents(name: str, num_documents: int) -> list[Row]:
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A row of a file of Spec-Bench (Xia et al., 2024). Only the first turn is used: later ones follow an answer."""
+    """A row of a question file in the format of Spec-Bench (Xia et al., 2024): JSON lines. Only the first turn of a
+    question is used; later turns follow an answer."""
 
     question_id: int | str
     category: str
@@ -133,7 +139,8 @@ class Question(msgspec.Struct, frozen=True):
 
 
 def read_questions(name: str) -> dict[str, list[str]] | None:
-    """Return first turns by category; None for a file of other rows. Raises ConfigError for an invalid row."""
+    """Return the first turns of a local question file by category; None for a file whose first row is no question.
+    Raises ConfigError that names an invalid row."""
     file = Path(name)
     if file.suffix != ".jsonl" or not file.is_file():
         return None

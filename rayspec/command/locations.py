@@ -149,7 +149,8 @@ class Location:
 
     @property
     def base(self) -> Location:
-        """The folder of this input's files: itself, a file's parent, or what precedes the first wildcard."""
+        """The folder of the files of this input: the folder itself, the parent of a file, or the part of a pattern
+        before its first wildcard."""
         if self.is_folder:
             return self
         path = PurePosixPath(self.path)
@@ -224,7 +225,8 @@ class Location:
         return sorted(matching, key=_by_parts)
 
     def open(self) -> io.BufferedReader:
-        """Open the file as a seekable stream. Raises OSError, also for a pipe or device, which may never end."""
+        """Open the file for reading. The stream is seekable, and the caller closes it. A pipe or a device, which may
+        block or never end, raises OSError."""
         if self.local_path is not None:
             opener = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)  # noqa: E731 - a pipe waits for its writer
             file = open(self.local_path, "rb", opener=opener)  # noqa: SIM115
@@ -307,7 +309,8 @@ class Location:
             self.store.filesystem.delete_dir(self._address)
 
     def make_folder(self) -> Path | None:
-        """Make the folder and those above it, and return its path. None in a remote store, which needs none."""
+        """Make the folder, with missing folders above it, and return its path on this machine. A remote store makes
+        folders by itself: return None."""
         if self.local_path is None:
             return None
         for folder in reversed([self.local_path, *self.local_path.parents]):
@@ -316,7 +319,9 @@ class Location:
         return self.local_path
 
     def lock(self) -> IO[bytes] | None:
-        """Lock this file until it is closed; None if it has no locks. Raises BlockingIOError while it is locked."""
+        """Make and lock this file until the returned file is closed, also by the end of the process, however it ends.
+        Return None where there are no locks, as in a remote store. Raises BlockingIOError while another process has
+        the lock."""
         if self.local_path is None:
             return None
         self.folder.make_folder()

@@ -99,7 +99,8 @@ def with_settings(
 
 
 def with_options(options: type[Options]) -> Callable[[_Command], _Command]:
-    """Give a typer command a flag for each of its other options; `asked` is an Asked with them in `own`."""
+    """Give a typer command a flag for each option that is no parameter of the command itself; its parameter `asked` is
+    an Asked with their values in `own`."""
 
     def decorate(command: _Command) -> _Command:
         flags = list(_group_flags(options, leave_out=inspect.signature(command).parameters))

@@ -53,7 +53,8 @@ def say(line: str) -> None:
 
 
 def check_output(path: Path | None, option: str) -> None:
-    """Raise ConfigError that names the option if the file cannot be written. Makes no folder, as a run may fail."""
+    """Check that a file can be written at the path, before minutes of work. Makes no folder, which a command that fails
+    would leave behind. Raises ConfigError that names the option."""
     if path is None:
         return
     nearest = path if path.exists() else next(folder for folder in path.absolute().parents if folder.exists())
@@ -100,7 +101,8 @@ class _LossyFile(io.FileIO):
 
 @contextmanager
 def clean_exit() -> Iterator[None]:
-    """End the process with a line and an exit code on users' errors, a full disk, bad files, and signals."""
+    """End the process with a line and an exit code, instead of a traceback, on errors of users, a full disk,
+    files that cannot be used and signals."""
     before = signal.getsignal(signal.SIGTERM)
     exit_on_sigterm()
     if type(sys.stderr) is io.TextIOWrapper and sys.stderr.fileno() == _STDERR:

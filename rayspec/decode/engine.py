@@ -216,7 +216,8 @@ class Engine:
         self.stages.wake()
 
     def ping(self) -> None:
-        """Return when the stages have answered; at once while work is under way, which detects a lost stage itself."""
+        """Return when the stages have answered; at once while work is under way, which itself detects a lost stage.
+        Raises StageLostError if a stage is lost for good."""
         try:
             if not self._under_way:
                 self.stages.check()

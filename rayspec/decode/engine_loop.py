@@ -106,7 +106,8 @@ class EngineLoop:
         return self.engine.stages.recent_use()
 
     def submit(self, request: Request, listener: Listener | None = None) -> Future[RequestOutput]:
-        """Do as `submit_all` for one request."""
+        """Submit one request and return its future. listener: receives all outputs of a stream but the last. Raises
+        EngineDeadError."""
         return self.submit_all([request], listener)[0]
 
     def submit_all(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[RequestOutput]]:

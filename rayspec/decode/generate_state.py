@@ -401,7 +401,8 @@ def _require_cuts(state: GenerateState, tokens: list[int], expected: Tensor, whe
 
 @torch.inference_mode()
 def check_lockstep(model: PreTrainedModel, lockstep: Lockstep, cuts: Cuts | None) -> None:
-    """Require that sequences in lockstep compute what each computes alone. Raises UnsupportedModelError."""
+    """Require that sequences in lockstep compute what each computes alone, in passes of one row and of several. Raises
+    UnsupportedModelError."""
     tokens = _random_tokens(model, len(_LOCKSTEP_PROMPTS), seed=2)
 
     def logits(run: Run) -> list[Tensor]:

@@ -264,7 +264,8 @@ def _max_places(config: EngineConfig, max_model_len: int) -> int:
 
 
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
-    """Return the copies that drafts want and `extra_weight_bytes` allows, the smallest first. GPUs need the kernels."""
+    """Return the quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU,
+    copies need the operators `rayspec::*`."""
     by_weights = {
         weights: draft_head_bytes(parts, weights) + sum(copy_bytes(one, weights) for one in parts.sublayers)
         for weights in config.speculation.draft_weights
@@ -381,7 +382,8 @@ def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
 
 
 def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
-    """Make the CUDA graphs that `config.cuda_graphs` asks for. Raises ConfigError if they are impossible here."""
+    """Make the CUDA graphs for passes in these buffers, or None, as `config.cuda_graphs` says. Raises ConfigError if
+    the requested graphs are impossible here."""
     way = config.cuda_graphs
     is_split = config.parallel is not None and config.parallel.tensor > 1  # sums in graphs have not run on GPUs yet
     if way == "off" or (way == "auto" and (buffers is None or is_split)):
@@ -407,7 +409,8 @@ def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:
 
 
 def bytes_of_passes(config: EngineConfig, parts: Decomposition) -> int:
-    """Run the largest passes on a GPU, and return their memory; 0 on a CPU, or if `kv_cache_tokens` is given."""
+    """Return the memory that the largest passes take on a GPU, which run once for it; 0 on a CPU. 0 without a run if
+    `kv_cache_tokens` says what the cache takes."""
     if config.kv_cache_tokens is not None:
         return 0
     max_model_len = resolve_max_model_len(config, parts.config)

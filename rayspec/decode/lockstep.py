@@ -102,7 +102,8 @@ class Lockstep:
             module.forward = partial(_met, shared, module.forward)
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Return the calls' results. The first error ends all calls. A call may itself run others in lockstep."""
+        """Return the calls' results. If a call or a module fails, all are given up, and the first error is raised. A
+        call may itself run others in lockstep."""
         outer, num_threads = _here.get(), torch.get_num_threads()
         passes = [_Pass() for _ in calls]
         for each, call in zip(passes, calls, strict=True):
@@ -192,7 +193,8 @@ def _as_shared(module: nn.Module, given: Tensor, results: Any, num_rows: int) ->
 
 @contextmanager
 def few_rows(count: int) -> Iterator[None]:
-    """Run recurrent state over passes of so many rows as `step_rows` or `shorten_chunks` says; 0: as the model does."""
+    """Run the recurrent state over the rows of a pass of this thread as `step_rows` or `shorten_chunks` says, if it has
+    this number of rows; 0: as the model does."""
     before = _few_rows.set(count)
     try:
         yield

@@ -145,7 +145,8 @@ class NewOutput:
         return sum(map(len, rows)) > _MANY_ROWS
 
     def decoded(self) -> RequestOutput:
-        """Return the output with its texts; call this once, for a stream in order. Raises RequestError."""
+        """Return the output with its texts. May be called once, on any thread; for a stream, in order. Raises
+        RequestError for any error of the tokenizer."""
         output, texts = self.output, self.texts
         with naming_tokenizer(_REFUSES):
             for completion, detokenizer in zip(output.outputs, self.detokenizers, strict=True):

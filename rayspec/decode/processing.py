@@ -193,7 +193,8 @@ class TokenSampler:
 
     @cached_property
     def reads_history(self) -> bool:
-        """Whether the values of the tokens before a row matter. If not, draft tokens may stay on the device."""
+        """Whether the values of the tokens before a row matter. If not, draft tokens may stay on the device, with
+        placeholders in their place."""
         has_sequences = bool(self.biased or self.bad_words or self.ngrams)
         return self.params.has_penalties or has_sequences or self.constraint is not None
 
@@ -235,6 +236,7 @@ class TokenSampler:
         return [part for part in parts if len(part)]
 
     def forbidden_after(self, before: Sequence[int]) -> list[int]:
+        """Return the tokens that are forbidden because of the tokens before them."""
         repeated = self.ngrams.after(self.token_ids, before)
         bad = {token for token, _ in self.bad_words.after(self.token_ids, before)}
         return [token for token in repeated | bad if 0 <= token < self.vocab_size]

@@ -168,7 +168,8 @@ class SequenceState:
         return not self.taken_end and (self.finished or self.num_taken < self.num_tokens - self.num_prompt_tokens)
 
     def take_new_output(self) -> CompletionOutput | None:
-        """Return the output since the last call, or None. Only a sequence with stop strings has `text`."""
+        """Return the output since the last call, or None. `text` is empty, unless the sequence has stop strings and the
+        engine a tokenizer."""
         if not self.has_new_output:
             return None
         first, self.num_taken, self.taken_end = self.num_taken, self.num_tokens - self.num_prompt_tokens, self.finished

@@ -85,7 +85,8 @@ class Successors:
         self._classes = np.zeros((_NUM_SLOTS, NUM_SUCCESSORS), np.uint8)
 
     def note(self, pairs: Sequence[tuple[int, int]], likeliest: Sequence[Likeliest]) -> None:
-        """Note what the target found likeliest after the second token of each pair, up to the end of the shorter."""
+        """Note what the target found likeliest after the second token of each pair. Of a shorter one, what is beyond
+        the pairs or the likeliest counts for nothing."""
         num_rows = min(len(pairs), len(likeliest))
         if not num_rows:
             return
@@ -355,7 +356,8 @@ def _pruned(tree: Proposal, constraint: Constraint) -> Proposal:
 
 
 def sources_of(draft: Draft, proposal: Proposal, rows: Sequence[int]) -> list[str]:
-    """Return the source (see `EngineStats`) of the accepted token in each of these rows; row i is token i - 1."""
+    """Return where each of the accepted tokens in these rows comes from, see `EngineStats`. proposal: of the round.
+    Row i is the draft's token i - 1."""
     classes = proposal.match_classes if draft.looked_up else draft.match_classes
     first = draft.num_drafted + 1
     return [source_of(classes[row - first]) if 0 <= row - first < len(classes) else "model" for row in rows]

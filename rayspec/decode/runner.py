@@ -56,6 +56,7 @@ class Threads:
     many: int
 
     def use(self, num_rows: int) -> None:
+        """Set torch's number of threads for the next pass of this thread."""
         torch.set_num_threads(self.few if num_rows < _MANY_ROWS else self.many)
 
 
@@ -102,7 +103,10 @@ def asked_threads(option: int | None) -> int | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU this thread's current device, where Triton launches its kernels, by default on cuda:0."""
+    """Make a GPU this thread's current device, where Triton launches its kernels. Does nothing for a CPU.
+
+    Without it, a thread launches on cuda:0, also for tensors of cuda:1.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -434,7 +438,8 @@ def _real_rows(tap: Tap | None, num_real: int, *, is_copied: bool) -> Tap | None
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in some work. host_s: when the host reached it. event: of a GPU, which reaches it later."""
+    """A point in some work. host_s: when the host reached it. event: a `torch.cuda.Event` that says when the device
+    reaches it; None if the host itself does the work."""
 
     host_s: float
     event: Any = None
@@ -464,7 +469,8 @@ def seconds(first: Mark, last: Mark) -> float:
 
 
 def queued_s(first: Mark, last: Mark) -> float:
-    """Return how long the device had earlier work when the host set `first`. last: the device did not lag there."""
+    """Return how long the device was still busy with earlier work when the host set `first`. last: a mark that the
+    device reached as soon as the host set it."""
     if first.event is None or last.event is None:
         return 0.0
     return max(0.0, last.host_s - first.host_s - seconds(first, last))

@@ -101,6 +101,7 @@ class Rows(msgspec.Struct, frozen=True, gc=False):
 
 
 def logit_rows(rows: Sequence[Rows]) -> LogitRows:
+    """Return all rows of these sequences."""
     at, samplers, depths, befores = list[int](), list[TokenSampler](), list[int](), list[Sequence[int]]()
     for row in rows:
         num_rows = len(row.pending) + 1
@@ -136,7 +137,8 @@ class Noise:
         self._known: Tensor | None = None  # float32 [sequences, depths, V]
 
     def added(self, scores: Tensor, stream: Stream, rows: LogitRows, *, winner_only: bool = True) -> Tensor:
-        """Return scores [N, V], float32, with noise in the rows of sequences that are sampled. winner_only: `noisy`."""
+        """Return scores [N, V], float32, with noise added to the rows of sequences that are sampled: new ones, if there
+        are any. winner_only: see `noisy`."""
         if any(greedy := [sampler.greedy for sampler in rows.samplers]):
             rows = rows.only([not one for one in greedy])
         if not rows.at:

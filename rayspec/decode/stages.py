@@ -216,9 +216,11 @@ class SpanRunner:
                 self.runner.cache.move(sources, destinations, in_windowed_store=in_windowed_store)
 
     def forget_round(self, round_id: int) -> None:
+        """Drop the saved rows of a round, which starts again."""
         self._saved.pop(round_id, None)
 
     def forget(self) -> None:
+        """Drop the saved rows of all rounds, and all taps."""
         self._saved.clear()
         self._taps.clear()
 

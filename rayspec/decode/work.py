@@ -235,6 +235,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def num_rows(self) -> int:
+        """Most rows that the passes of the round compute in all."""
         own = sum(self.num_steps + len(entry.looked_up) + 2 * entry.max_draft_tokens for entry in self.entries)
         return own + num_rows(self.chunks)
 

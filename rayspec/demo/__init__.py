@@ -43,7 +43,8 @@ def model_path(name: str = "demo") -> str:
 
 
 def local_path(model: str, *, option: str = "model") -> str:
-    """Return the place of a bundled or fetched model, any other name unchanged. Raises ConfigError if not fetched."""
+    """Return the place of a bundled or fetched model for its name; return any other name or path unchanged. Raises
+    ConfigError for a model that has not been fetched."""
     if model in FETCHABLE and not (path := cached_path(model)).exists():
         raise ConfigError(f"option {option!r} is {model!r}, which is not at {path}: rayspec fetch {model}")
     if model in BUNDLED or model in FETCHABLE:

@@ -290,7 +290,8 @@ class Constraint:
             return self._changed.wait_for(lambda: not self._todo, max(0.0, left_s))
 
     def extend_to(self, token_ids: Sequence[int]) -> None:
-        """Consume those committed tokens that are new, up to the end of the output. token_ids: with the prompt."""
+        """Consume those committed tokens of the sequence that are new. token_ids: with the prompt. Tokens after the end
+        of the output are ignored."""
         new = list(token_ids[self._num_read :])
         if not new:
             return

@@ -110,8 +110,11 @@ class OffloadedWeights:
             self._store.get(index, self._places[index])
 
     def transfer_seconds(self) -> tuple[float, ...]:
-        """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of a few; 0 for
-        those on the device. A run costs the same, less the part that is read ahead."""
+        """Measure the seconds to fetch the weights of each sublayer of the model or span, the fastest of a few.
+
+        Sublayers on the device take 0. The result is for `LatencyModel.transfer_s`. No fetch is cached, so a run costs
+        the same time, less the part that is read ahead.
+        """
         seconds = dict.fromkeys(self._indices, 0.0)
         for index, place in self._places.items():
             self.fetch(index)  # not measured: these weights may have been read ahead

@@ -42,7 +42,8 @@ _border: ContextVar[Border | None] = ContextVar("rayspec_border", default=None)
 
 @contextmanager
 def at_border(received: Tensor | None) -> Iterator[Border]:
-    """Let the passes of this thread take these states, row by row. Without a border, a stage begins by itself."""
+    """Let the passes of this thread take these states, row by row. Without a border, as in the checks at load, a stage
+    begins with the states of its own embedding or of what stands in for it."""
     border = Border(received)
     before = _border.set(border)
     try:
@@ -85,7 +86,8 @@ def _lengthen(layer: Any, hidden: Tensor) -> None:
 
 
 class StandIn(Absent):
-    """In place of an embedding that another stage has: numbers that follow from the token, for the checks at load."""
+    """In place of an embedding that another stage has: numbers that follow from the token, so that a stage is a model
+    that the checks at load can run. No result of a pipeline depends on them."""
 
     def __init__(self, embedding: Any, model: PreTrainedModel) -> None:
         super().__init__(embedding)

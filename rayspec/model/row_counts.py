@@ -50,8 +50,11 @@ def has_experts(parts: Decomposition) -> bool:
 
 @torch.inference_mode()
 def independent_row_counts(parts: Decomposition) -> RowCounts:
-    """Find the widest range of row counts up to 64 in which the bits of a row are the same for every count, on this
-    device with this number of threads: by random rows, through each kind of sublayer and the head."""
+    """Find the widest range of row counts up to 64 in which the bits of a row are the same for every count.
+
+    The result holds for this device and this number of threads. The test runs random rows, in every count, through
+    each kind of sublayer, and through the head if this process has it.
+    """
     kinds = _one_of_each_kind(parts)
     agreements = [_agreement_of_kind(parts, sublayer) for sublayer in kinds]
     if parts.lm_head is not None:

@@ -97,7 +97,8 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """A request of a batch file. digest: the hash in its ids. text: the line, whose body is not validated yet."""
+    """A request of a batch file. digest: the hash in its ids. model: its body's model, if any. text: the line. Its body
+    is not validated yet; parsed, it would take many times as much memory."""
 
     digest: str
     custom_id: str

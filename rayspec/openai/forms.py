@@ -23,7 +23,8 @@ _SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 
 
 def asked_form(body: Mapping[str, Any]) -> tuple[str, StructuredOutputsParams] | None:
-    """Return the field that asks for a form, and the form; None for any text. Raises PydanticCustomError."""
+    """Return the form that a body asks for, and the field that has it; None for any text. body: the fields that are
+    given. Raises PydanticCustomError, which names the field."""
     found: list[tuple[str, Mapping[str, Any]]] = []
     if "response_format" in body and (one := _response_format(body["response_format"])) is not None:
         found.append(one)

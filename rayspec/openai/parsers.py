@@ -353,7 +353,8 @@ Piece = str | CallPiece | Thought
 
 
 def reasoning_style(template: str, name: str | None) -> str | None:
-    """Return the style of the reasoning in outputs, if known. name: vLLM's name of a parser; None: only gpt-oss'."""
+    """Return the style of the reasoning in outputs; None: it is not found. name: vLLM's name of the parser; None: only
+    what the chat template shows to be gpt-oss' format."""
     return HARMONY if name is None and all(sign in template for sign in _SIGNS_OF_HARMONY) else name
 
 
@@ -395,7 +396,9 @@ class ThinkParser:
 
 
 class HarmonyParser:
-    """Finds the messages of gpt-oss. Without a header they are content. has_tools: those to functions are calls."""
+    """Finds the messages in the format of gpt-oss. The analysis is reasoning, and so is what is sent to other tools
+    than functions. What has no header is content. has_tools: messages to functions are calls. is_parallel: as in
+    CallParser."""
 
     def __init__(self, *, has_tools: bool, is_parallel: bool) -> None:
         self.num_calls = 0

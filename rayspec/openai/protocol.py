@@ -25,7 +25,8 @@ _MOST_ITEMS, _ITEMS = 2_000_000, b","
 
 
 class InvalidRequestError(RequestError):
-    """The body asks for what is unknown, malformed or not supported. param: the field, as "messages.0.content"."""
+    """The body asks for something that is unknown, malformed or not supported. param: the field, dotted, as
+    "messages.0.content". status: the HTTP status."""
 
     kind = "invalid_request"
 
@@ -45,7 +46,9 @@ def invalid(field: str, problem: str) -> PydanticCustomError:
 
 
 def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
-    """Parse JSON. Raises InvalidRequestError, also for NaN, half surrogates, repeated keys, and too many parts."""
+    """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON), for
+    more than 200 levels, for more objects, arrays and fields than any request needs, for a key that stands twice in an
+    object, and for more than `max_bytes`."""
     if max_bytes is not None and len(content) > max_bytes:
         raise InvalidRequestError(f"more than {max_bytes} bytes", code="request_too_large", status=413)
     if _has_more(_MOST_PARTS, _PARTS, content) or _has_more(_MOST_ITEMS, _ITEMS, content):
@@ -100,7 +103,8 @@ class ApiError:
 
     @classmethod
     def of(cls, error: RayspecError) -> ApiError:
-        """Convert an error to status 400, 500 if the model failed, or 503 without its message if there is no engine."""
+        """Convert an error. Status: 400 for an invalid request, 500 for a request that made the model fail, 503 for an
+        engine that is gone. Messages of the server's own errors are hidden from clients."""
         if not isinstance(error, RequestError):
             return cls(503, error.kind, "The engine cannot serve this request now. Please try again later.")
         message = _short(str(error))
@@ -136,7 +140,8 @@ Refusals = Mapping[str, Sequence[Any]]
 
 
 class StrictBody(pydantic.BaseModel):
-    """An object of the protocol. Null counts as left out. refused: see Refusals. ignored: change no text."""
+    """An object of the protocol. A field that is null counts as left out, known or not, at every depth. refused:
+    unsupported fields. ignored: fields that change no text, whatever their value."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()

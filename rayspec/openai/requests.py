@@ -135,7 +135,8 @@ _OF_VLLM: Refusals = {
 
 
 class GenerationRequest(StrictBody):
-    """Parameters of all endpoints. None: the checkpoint's default, if it has one; see SamplingParams for limits."""
+    """The parameters of both endpoints. A parameter that is None has its default, which is the checkpoint's if it has
+    one; see SamplingParams for limits."""
 
     ignored = frozenset(
         {
@@ -272,7 +273,8 @@ class GenerationRequest(StrictBody):
         return truncated(token_ids, self.truncate_prompt_tokens, max_model_len, self._asked_tokens(0))
 
     def sampling_params(self, num_output_tokens: int, needed: Mapping[str, Any] | None = None) -> SamplingParams:
-        """Return the parameters. needed: go before the body's. Raises InvalidRequestError for a refused value."""
+        """Return the parameters for at most so many output tokens. needed: those that go before the body's. Raises
+        InvalidRequestError for a value that SamplingParams refuses."""
         asked = {name: value for name, value in self._given.items() if name in SamplingParams.model_fields}
         form = self.form
         own: dict[str, Any] = {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}

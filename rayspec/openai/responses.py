@@ -23,7 +23,8 @@ END_OF_EVENTS = b"data: [DONE]\n\n"
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """created: Unix seconds. vLLM's: max_model_len, None while not known; parent, the model of an adapter."""
+    """created: Unix seconds. Fields of vLLM's: max_model_len, the most prompt and output tokens of a request, or None
+    while not known; parent, the model of an adapter."""
 
     id: str
     created: int
@@ -51,7 +52,8 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a request. A prompt with several completions counts once."""
+    """Token counts of a request. A prompt with several completions counts once. OpenAI's `accepted_prediction_tokens`
+    are of a prediction that the client sent, and so are not here."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -138,7 +140,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatText(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole message, or what a chunk adds to it. content: null without text. Both reasonings are the same text."""
+    """A whole message, or what a chunk adds to it. A stream begins with the role. content: null without text.
+    reasoning_content: DeepSeek's name, reasoning: vLLM's; both have the same text."""
 
     content: str | UnsetType | None
     reasoning_content: str | UnsetType = UNSET
@@ -149,7 +152,8 @@ class ChatText(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """message: in a whole response. delta: in a chunk. stop_reason: vLLM's, the stop string or token."""
+    """message: in a whole response. delta: in a chunk. finish_reason: None until the choice ends. stop_reason, here and
+    below: vLLM's extra field, the stop string or token that ended the text."""
 
     index: int
     message: ChatText | UnsetType = UNSET

@@ -29,7 +29,11 @@ MAX_PENDING_TENSORS = 16  # per peer; a pipeline has few cohorts under way, so t
 
 
 def node_address() -> str:
-    """Return the IP address of this node that Ray itself uses, for `Transport(host=...)`; without Ray, loopback."""
+    """Return the IP address of this node for other nodes of the Ray cluster, and so for `Transport(host=...)`.
+
+    It is the address that Ray itself uses. In a cluster on loopback, transports use loopback too, and so do those
+    without Ray.
+    """
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else LOOPBACK  # type: ignore[no-untyped-call]
 
 

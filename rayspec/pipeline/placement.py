@@ -130,8 +130,11 @@ class Bundles:
 
 
 def remove_orphaned_groups() -> None:
-    """Remove placement groups whose owner, a named actor of this namespace, was killed: Ray keeps them until the job
-    ends."""
+    """Remove placement groups whose owner, the actor that made them, was killed.
+
+    Ray ends the shards together with their owner, but keeps their placement group until the job ends. Orphaned groups
+    are recognised only if their owner had a name in this process's namespace.
+    """
     for group in placement_group_table().values():
         owner = group["name"].removeprefix(_GROUP_PREFIX).rpartition(":")[0]
         if not group["name"].startswith(_GROUP_PREFIX) or group["state"] == "REMOVED" or not owner or _lives(owner):

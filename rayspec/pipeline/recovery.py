@@ -67,8 +67,11 @@ class Pulse:
 
 
 class Restarts:
-    """Bounded restarts with a growing delay. window_s: restarts longer ago do not count; None: all count until
-    `renew`."""
+    """Bounded restarts with a growing delay.
+
+    window_s: restarts longer ago do not count; None: all count until `renew`, because a process may take longer to load
+    than any window.
+    """
 
     def __init__(
         self, most: int, *, window_s: float | None = None, clock: Callable[[], float] = time.monotonic

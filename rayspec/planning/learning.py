@@ -226,7 +226,8 @@ class StopRecord:
 
 
 class AnswerLength:
-    """Learns how likely a token is the last of an answer that ends by itself, also from tokens of unfinished ones."""
+    """Learns how likely a token is the last of an answer that ends by itself. Tokens of unfinished answers count too;
+    so short answers, which end first, do not bias it."""
 
     def __init__(self) -> None:
         self._ends = Discounted(ANSWERS_HALF_LIFE)  # ends per token
@@ -249,7 +250,7 @@ class PrefillPace:
         self._row_s = Discounted(_HALF_LIFE)
 
     def observe(self, seconds: float, *, num_chunk_rows: int, has_round: bool) -> None:
-        """seconds: of a round, of chunks (of so many rows), or of both together."""
+        """Record the seconds of a round, of chunks, or of both together. num_chunk_rows: 0 without chunks."""
         if num_chunk_rows == 0:
             self._round_s.observe(seconds)
         else:

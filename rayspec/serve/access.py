@@ -131,7 +131,8 @@ def is_loopback(name: str) -> bool:
 
 
 def network_of(host: str | None) -> str:
-    """Return a client's address; of IPv6 the first half, because a customer has all of the second."""
+    """Return what stands for a client without a key: its address, or of an IPv6 address the first half, because each
+    customer of a provider has all addresses of the second half."""
     try:
         address = ip_address(host or "")
     except ValueError:
@@ -141,7 +142,9 @@ def network_of(host: str | None) -> str:
 
 
 class Admission:
-    """Counts the weight of requests under way, and refuses more from `most` on; each client may have its share."""
+    """Counts the total weight of the requests under way, and refuses further requests with `refusal` while it is `most`
+    or more (None: no limit). A large request is refused no more often than a small one. Also at the limit, a client may
+    have its share: `most`, divided by the clients that have requests under way."""
 
     def __init__(self, most: int | None = None, refusal: ApiError = BUSY) -> None:
         self._most, self._refusal = most, refusal
@@ -169,10 +172,11 @@ class Admission:
 
 
 class Places:
-    """At most `most` requests have a place at once. The others wait, and clients take turns: next is the first of the
-    client with the fewest places; of several, not of the last that got a place. Where it `leaves_room`, free places
-    stay for new clients: at least a third of a client's own, and a quarter of all are not for large requests, which
-    take long (dynamic thresholds of Choudhury and Hahne, 1998)."""
+    """At most `most` requests have a place at once. The others wait, and clients take turns: the next is the first of
+    the client that has the fewest places; of several, not of the last that got a place. Where it `leaves_room`, a
+    client that has some gets another only if the places that are free then are at least a third of its own, and large
+    requests, which take long to be read, leave a quarter of the places to others. So a new client does not wait for a
+    client that takes all it can get (dynamic thresholds of Choudhury and Hahne, 1998)."""
 
     def __init__(self, most: int, *, leaves_room: bool = True) -> None:
         self._most, self._leaves_room = most, leaves_room
@@ -267,7 +271,8 @@ class Entry:
 
     @contextmanager
     def admitted(self, receive: Receive) -> Iterator[Receive]:
-        """Count a request while the context is open, and yield what receives its body. Both raise Refused."""
+        """Count a POST or DELETE request while the context is open, and yield what receives its body. Raises Refused,
+        and so does what is yielded."""
         late, has_arrived = asyncio.get_running_loop().create_future(), False
 
         async def received() -> Message:

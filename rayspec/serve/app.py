@@ -32,7 +32,8 @@ _MODEL_SERVER: Any = "rayspec.serve.model_server.ModelServer"
 
 
 class PatientRouter(PowerOfTwoChoicesRequestRouter):
-    """Serve's choice of a replica, with longer deadlines than 0.1 s. It is copied by value: no state of this module."""
+    """Serve's default choice of a replica, with longer deadlines: a step of the engine can block the interpreter for
+    longer than Serve's 0.1 s. Serve copies the class by value, so it keeps no state of this module."""
 
     queue_len_response_deadline_s = 2.0
     max_queue_len_response_deadline_s = 10.0

@@ -153,7 +153,8 @@ class BatchRunner:
 
 @dataclass(slots=True)
 class BatchRun:
-    """Runs a batch to its end, from any saved state. answer: returns a result, or an ApiError for a lost line."""
+    """Runs one batch to its end, from any saved state. answer: returns the result of a line, or an ApiError where the
+    line was lost with its replica."""
 
     batch: Batch
     store: BatchStore

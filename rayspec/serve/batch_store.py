@@ -69,7 +69,8 @@ class BatchStore:
         return cls(replace(Location.parse(folder), is_private=True))
 
     def lock(self) -> IO[bytes] | None:
-        """Lock the folder until the file is closed; None if it has no locks. Raises ConfigError if it is locked."""
+        """Lock the folder for this process, until the returned file is closed. Return None where the file system has no
+        locks, as an object store. Raises ConfigError while another process has the lock."""
         try:
             return self.folder.join(".lock").lock()
         except BlockingIOError:
@@ -202,7 +203,8 @@ class BatchStore:
         return int(asked) if asked.isdigit() else int(self.clock())
 
     def lines(self, batch: Batch, max_lines: int) -> Iterator[BatchLine | BatchResult]:
-        """Yield the lines of the input file, see `read_batch`. Raises InvalidRequestError if there are more."""
+        """Yield the lines of the batch's input file, see `read_batch`. Raises InvalidRequestError if the file has more
+        lines, empty ones included."""
         with self.open_file(batch.input_file_id) as file:
             lines = limited_lines(file, MAX_LINE_BYTES)
             yield from read_batch(itertools.islice(lines, max_lines), source=batch.input_file_id)
@@ -210,7 +212,8 @@ class BatchStore:
                 raise InvalidRequestError(f"the file has more than {max_lines} lines: split it", code="too_many_lines")
 
     def add_results(self, batch_id: str, results: Iterable[bytes]) -> None:
-        """Write lines of results in one part with a unique name, whole or not at all."""
+        """Write lines of results in one part, whole or not at all. Its name is unique, even if others add parts at the
+        same time."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.jsonl"
         with self._place(batch_id).join("results", name).writing() as file:
             file.writelines(results)

@@ -92,7 +92,8 @@ def _check_encoding(request: Request) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FormField:
-    """A field of a form. filename: None without a file. pieces: its content; the next part skips the rest of it."""
+    """A field of a form. filename: None where the field is not a file. pieces: chunks of its content; reading the next
+    part skips chunks that are unread."""
 
     name: str
     filename: str | None

@@ -24,7 +24,8 @@ Record = Callable[[str, float, str], None]
 
 
 def ray_recorder(*, model: str, replica: str) -> Record:
-    """Return a function that passes values on to Ray, see MetricSpec. model: the served name."""
+    """Return a function that passes values on to Ray, whose agents export them seconds later, see MetricSpec. model:
+    name under which the model is served."""
     kinds: Any = {"counter": (Counter, "inc"), "gauge": (Gauge, "set"), "histogram": (Histogram, "observe")}
     recorders: dict[str, tuple[Callable[..., None], str]] = {}
     for spec in METRICS:
@@ -111,7 +112,8 @@ class EngineMetrics:
             observer.end("abort", error)
 
     def update(self, stats: EngineStats, load: EngineLoad, stages: Sequence[StageUse] = ()) -> None:
-        """Increase counters, and set gauges. stages: use since the last query. `stats` may change meanwhile."""
+        """Increase counters by the progress since the last call, and set gauges. stages: use of a pipeline's stages
+        since the last query. The engine may change `stats` during the call."""
         for name, total, label in _totals(stats):
             # As in Prometheus, a total that decreases has restarted at 0.
             before = self._totals.get((name, label), 0.0)

@@ -90,7 +90,8 @@ class ModelServer:
         return await _encoded(work(), name)
 
     async def answer(self, line: BatchLine) -> BatchResult:
-        """Return a batch line's result. Raises EngineDeadError and StageLostError if there is none yet."""
+        """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
+        if the line has no answer yet."""
         limits: Any = {"background": self._background, "logprobs": self._background_logprobs}
         return await answer(line, self._engine, self._served, **limits)
 
@@ -127,7 +128,8 @@ class ModelServer:
                 yield event
 
     async def remember(self, sender: str, vocab_size: int, texts: Sequence[OwnedText]) -> None:
-        """Let later texts of the same owners copy texts of another replica, if that has the same model."""
+        """Let later texts of the same owners copy these, which another replica has finished. During an update, that may
+        have another model."""
         engine = self._engine.client.engine
         if sender != _own_id() and engine is not None and vocab_size == engine.model.vocab_size:
             engine.remember(texts)
@@ -139,7 +141,8 @@ class ModelServer:
             raise self._failure
 
     async def record_routing_stats(self) -> ReplicaReport:
-        """Return the report at once: Serve runs only this and `check_health` before waiting requests."""
+        """Return the report at once. Serve runs only methods of this name and `check_health` without a wait behind
+        other requests, see `watch.py`."""
         health: EngineHealth = "stuck" if self._problem is not None else "ready"
         health = "engine dead" if self._failure is not None else health
         health = "recovering" if self._engine.client.is_recovering else health

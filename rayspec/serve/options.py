@@ -129,12 +129,14 @@ class LLMConfig(Options):
         return self.num_replicas * (own + (parallel.num_cpus - 1 if parallel is not None else 0))
 
     def num_ongoing(self, num_running: int, num_ingresses: int = 1) -> int:
-        """Return how many requests each ingress sends at once; without a replica, as if one ran: Serve starts it."""
+        """Return how many requests the replicas that run now take from each of some ingresses at once. Where none runs,
+        as many as one would take: Serve starts a replica for requests that wait."""
         return -(-self.max_ongoing_requests * max(1, num_running) // num_ingresses)
 
     @property
     def max_admitted(self) -> int | None:
-        """Most sequences of requests, running and waiting; None: no limit. By default 3 times those decoded at once."""
+        """Most sequences of the model's requests, running and waiting; None: no limit. By default three times the
+        sequences that are decoded at once, so that a request waits for about two others."""
         queued = self.deployment_config.max_queued_requests
         if queued is None:
             queued = self.engine.num_seqs * self.num_replicas

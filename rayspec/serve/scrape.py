@@ -51,7 +51,8 @@ with Path(__file__).with_name("metrics.csv").open(encoding="utf-8", newline="") 
 
 
 async def scrape() -> str:
-    """Return the metrics of all nodes in Prometheus' text format. Nodes silent for two seconds are counted."""
+    """Return the metrics of rayspec and Serve on all nodes, in Prometheus' text format (CONTENT_TYPE). A node that has
+    not answered after two seconds is left out and counted."""
     nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
     hosts = [(node["NodeManagerAddress"], node["MetricsExportPort"]) for node in nodes]
     addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in hosts]
@@ -72,7 +73,8 @@ class _Families(dict[str, Metric], Collector):
 
 
 def merged(texts: Sequence[str], *, num_unreachable: int = 0) -> str:
-    """Merge metrics of rayspec and Serve: each family and each series once, that of the first agent."""
+    """Merge the metrics of rayspec and Serve into one valid exposition: each family and each series occurs once. Of the
+    same series from several agents, the first counts."""
     families, seen = _Families(), set()
     for text in texts:
         for found in text_string_to_metric_families("".join(_OURS.findall(text))):

@@ -155,7 +155,8 @@ Health = Literal["unknown", "starting", "no answer"] | EngineHealth
 
 @dataclass(slots=True)
 class WatchedReplica:
-    """A replica to which requests go. report: the newest. is_stopped: as its node says. asked: for the next report."""
+    """A replica to which requests go. report: the newest, None before the first. has_ended: its actor has ended.
+    is_stopped: its node says that its process is stopped. asked: the question for the next report."""
 
     actor: Any
     silent_s: float = 0.0

@@ -101,7 +101,8 @@ def make_strategy(
 
 
 def for_undivided(config: EngineConfig, reason: str) -> EngineConfig:
-    """Return the options for a model that does not split for this reason. Raises ConfigError if they need sublayers."""
+    """Return the options of an engine of a model that does not split into sublayers. Raises ConfigError for options
+    that need sublayers. reason: why it does not split."""
     for name in ("deterministic", "offload", "lora_modules"):
         if getattr(config, name):
             raise ConfigError(f"option {name!r} needs a model that splits into sublayers: {reason}")

@@ -175,7 +175,8 @@ class Gate:
             self._records.pop(way, None)
 
     def factor(self, way: Way) -> float:
-        """Return a way's measured over its predicted rate. A trusted way always has one round as predicted."""
+        """Return the measured over the predicted rate of a way. For a trusted way the prediction counts as one more
+        round, so that it is not abandoned forever."""
         return self._records[way].factor(prior_rounds=way in self._trusted) * self._pace(way)
 
     def rate(self, way: Way, predicted: Mapping[Way, float]) -> float:

@@ -77,7 +77,8 @@ _CONTEXT_GRID = 64  # tokens; predicted rates are cached in steps of this many, 
 
 @dataclass(slots=True)
 class Candidate:
-    """A draft that a search found. num_agreed: of `num_captured` tokens. used: accepted over tested tokens."""
+    """A draft that the last search found. num_agreed: of `num_captured` tokens, those on which draft and target agree.
+    used: accepted over tested tokens."""
 
     choices: Choices
     similarity: float

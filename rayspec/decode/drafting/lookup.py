@@ -123,7 +123,10 @@ class LookupIndex:
             ends.extend(self._token_ids)
 
     def propose(self, num_tokens: int, drafted: Sequence[int] = (), *, shorter: bool = True) -> Proposal:
-        """Propose tokens that follow the text and the tokens `drafted`, which are not indexed; see `propose_after`."""
+        """Propose at most `num_tokens` tokens that follow the text.
+
+        drafted: tokens that follow the text for this call only. They are not indexed. shorter: see `propose_after`.
+        """
         num_committed = len(self._token_ids)
         self._token_ids.extend(drafted)
         try:
@@ -259,7 +262,8 @@ def match_classes(num_matched: int, supports: Sequence[int], source: int = OWN_T
 
 
 def recycled_classes(probabilities: NDArray[np.float64], *, is_pair: bool) -> NDArray[np.int64]:
-    """Return the classes of recycled tokens, by their probabilities at the last verify, after a pair or one token."""
+    """Return the classes of recycled tokens, by their probabilities when their place was last verified. is_pair:
+    whether that place followed the same two tokens, or only the same token."""
     first = _NUM_COPIED + (len(_PROBABILITIES) if is_pair else 0)
     return first - 1 + np.searchsorted(_PROBABILITIES, probabilities, side="right")
 
@@ -292,7 +296,10 @@ class LookupRecord:
         self._by_class[match_class] = self._classes[match_class].value
 
     def observe(self, match_classes: Sequence[int], proposed: Sequence[int], committed: Sequence[int]) -> None:
-        """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter."""
+        """Compare a proposal with the committed tokens, up to the first difference or the end of the shorter.
+
+        match_classes: class of each proposed token.
+        """
         for at, one, other in zip(match_classes, proposed, committed, strict=False):
             self.observe_one(at, one == other)
             if one != other:
@@ -320,7 +327,8 @@ class Corpus:
         self._halves[0].extend([*text, END_OF_TEXT])
 
     def proposals(self, newest: array[int], num_tokens: int, *, shorter: bool = True) -> list[Proposal]:
-        """Return the proposals of the halves, the newer first, and of the given texts; see `propose_after`."""
+        """Return what each half proposes after the tokens `newest`, the newer half first, and what the given texts
+        propose. shorter: see `LookupIndex.propose_after`."""
         return [one.propose_after(newest, num_tokens, shorter=shorter) for one in (*self._halves, *self._given)]
 
 
