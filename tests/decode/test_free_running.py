@@ -45,8 +45,10 @@ PLANS = {
 class FromPrompt(Lookahead):
     """A small window, and a pool that has the n-grams of the prompt: texts of a few tokens make none."""
 
+    num_levels, num_columns, max_guesses = 3, 2, 4
+
     def __init__(self, token_ids: Sequence[int]) -> None:
-        super().__init__(token_ids, num_levels=3, num_columns=2, max_guesses=4)
+        super().__init__(token_ids)
         for first in range(len(token_ids) - 2):
             self.keep(token_ids[first : first + 3])
 
