@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import takewhile
 from operator import itemgetter
@@ -25,16 +25,19 @@ _ABOUT_OTHERS = re.compile(r"(dataset_info|dataset_dict|state|manifest)\.json|ca
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFiles:
-    """Files in reading order, each once. locations: of them, where a store answers. warning: which files in folders and
-    patterns are left out, if any."""
+    """Files in reading order, each once. found: as `_Search.found`. warning: which files in folders and patterns are
+    left out, if any."""
 
     files: tuple[Piece, ...]
-    locations: tuple[Location, ...] = ()
+    found: Mapping[tuple[str, ...], Location | Piece | str] = field(default_factory=dict)
     warning: str | None = None
 
     def include(self, place: Location) -> bool:
         """Return whether a file is one of them, however it is named."""
-        return any(one.canonical_name == place.canonical_name for one in self.locations)
+        parts = _parts(place)
+        return parts in self.found or any(
+            isinstance(one, Location) and _parts(one) == parts for one in self.found.values()
+        )
 
 
 def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFiles:
@@ -72,8 +75,7 @@ def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFi
     if num_skipped := len(search.left_out):
         skipped = "1 file" if num_skipped == 1 else f"{num_skipped} files"
         warning = f"{skipped} skipped: {search.shown_types}; known are {KNOWN_TYPES}"
-    locations = tuple(found for found in search.found.values() if isinstance(found, Location))
-    return InputFiles(files=tuple(files), locations=locations, warning=warning)
+    return InputFiles(files=tuple(files), found=search.found, warning=warning)
 
 
 class _Search:

@@ -193,7 +193,7 @@ def _objection(
     difference, found = math.inf, "it computes something else"
     try:
         pairs = zip(expected, _outputs(copies, parts), strict=True)
-        difference = max(largest_difference(found, whole) for whole, found in pairs)
+        difference = max(largest_difference(own, whole) for whole, own in pairs)
     except _SPLIT_FAILURES as error:
         found = f"the split layer fails with {type(error).__name__}: {error}"
     worst = group.largest(difference)

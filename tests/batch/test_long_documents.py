@@ -176,12 +176,17 @@ def long_documents(
     return DocumentTask(settings=settings, template=template, instruct=instruct, long=long).handler(engine)
 
 
+def read_with_thoughts(mode: Any, answer: str) -> tuple[RecordingEngine, Row]:
+    """A long document, read by a model that thinks, and gives this answer about every part."""
+    engine = RecordingEngine(answer=answer)
+    settings = make_settings(flags={"model": "demo", "reasoning_parser": "qwen3"}, sampling=GREEDY)
+    task = DocumentTask(settings=settings, template="{text}", instruct=False, long=LongDocumentOptions(long=mode))
+    return engine, completed(task.handler(engine)(document(reports(6))))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("mode", ["map-reduce", "refine"])
 def test_the_reasoning_about_parts_is_in_no_later_prompt(mode: Any) -> None:
-    engine = RecordingEngine(answer="<think>odd</think>fine")
-    settings = make_settings(flags={"model": "demo", "reasoning_parser": "qwen3"}, sampling=GREEDY)
-    long = DocumentTask(settings=settings, template="{text}", instruct=False, long=LongDocumentOptions(long=mode))
-    row = completed(long.handler(engine)(document(reports(6))))  # type: ignore[arg-type]
+    engine, row = read_with_thoughts(mode, "<think>odd</think>fine")
     assert (row.text, row.reasoning) == ("fine", "odd")
     assert len(engine.prompts) > 1
     assert not any("odd" in prompt for prompt in engine.prompts)
@@ -190,10 +195,7 @@ def test_the_reasoning_about_parts_is_in_no_later_prompt(mode: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["map-reduce", "refine"])
 def test_a_part_whose_answer_ends_in_its_reasoning_fails_the_document(mode: Any) -> None:
-    engine = RecordingEngine(answer="<think>odd")
-    settings = make_settings(flags={"model": "demo", "reasoning_parser": "qwen3"}, sampling=GREEDY)
-    long = DocumentTask(settings=settings, template="{text}", instruct=False, long=LongDocumentOptions(long=mode))
-    row = completed(long.handler(engine)(document(reports(6))))  # type: ignore[arg-type]
+    _, row = read_with_thoughts(mode, "<think>odd")
     assert row.error_kind == "unfinished_reasoning"
     assert re.match(r"part \d of \d \(tokens \d+ to \d+\): its output ended in its reasoning", str(row.error))
 

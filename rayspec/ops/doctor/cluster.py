@@ -204,10 +204,9 @@ def _findings(model: str | None) -> list[Finding]:
 def _answers(references: Sequence[Any]) -> list[Any]:
     """Return the results in order, and an error for each that failed or does not arrive in time."""
     arrived = ray.wait(list(references), num_returns=len(references), timeout=_NODE_TIMEOUT_S)[0] if references else []
-    found: list[Any] = []
+    found, late = list[Any](), TimeoutError(f"no answer within {_NODE_TIMEOUT_S:.0f} s")
     for reference in references:
         try:
-            late = TimeoutError(f"no answer within {_NODE_TIMEOUT_S:.0f} s")
             found.append(ray.get(reference) if reference in arrived else late)
         except RayError as error:  # noqa: PERF203 - one node may fail
             found.append(getattr(error, "cause", None) or error)
