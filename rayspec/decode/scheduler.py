@@ -173,7 +173,9 @@ class Scheduler:
 
     Clients take turns: the next sequence is the first of the client that has the fewest running; of several, not of the
     last client that got a place. A client that has none takes the place of the youngest sequence of the client that has
-    most, unless that is its only one. Of half the prompt tokens of a step, clients have equal shares.
+    most, unless that is its only one. Of half the prompt tokens of a step, clients have equal shares. Another client's
+    request may come while a step runs: if requests have clients, a step has at most half of `max_prefill_tokens`, and a
+    quarter if they have several.
 
     Sequences of background requests wait behind the others, and are preempted first, also for others that wait. They
     are admitted while less than three quarters of `max_num_seqs` run. The last of them that runs is kept, and while
@@ -257,11 +259,14 @@ class Scheduler:
         self._admit(cohort, step)
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled and sequence.may_sample]
-        most = most_of_background = self._max_prefill_tokens
+        clients = {sequence.client for sequence in members if not sequence.background}
+        share = (4 if len(clients) > 1 else 2) if any(sequence.client for sequence in members) else 1
+        most = most_of_background = -(-self._max_prefill_tokens // share)
         if step.decode:
-            with_round, with_streams = (most if one is None else one for one in (most_with_round, most_with_streams))
-            is_shared = len({sequence.client for sequence in members if not sequence.background}) > 1
-            most = with_streams if is_shared or any(sequence.streams for sequence in step.decode) else with_round
+            with_round, with_streams = (
+                most if one is None else min(one, most) for one in (most_with_round, most_with_streams)
+            )
+            most = with_streams if len(clients) > 1 or any(sequence.streams for sequence in step.decode) else with_round
             is_alone = all(sequence.background for sequence in step.decode)
             most_of_background = most if is_alone else min(most, with_streams)
         self._cut_chunks(members, step, most, most_of_background)

@@ -328,10 +328,10 @@ def test_the_only_place_of_a_client_is_not_taken() -> None:
 
 
 def test_a_long_prompt_leaves_other_clients_their_share_of_a_step() -> None:
-    world = _world(4000, 8, 64)
+    world = _world(4000, 8, 256)
     for index in range(2):
         world.add(_sequence(index, 1000, 5, client="long"))
-    world.step()
+    assert [len(one.token_ids) for one in world.step().chunks] == [128], "another client's request may come"
     for name, length in (("other", 10), ("third", 100)):
         world.add(_sequence(length, length, 5, client=name))
     chunks = [{one.sequence_id: len(one.token_ids) for one in world.step().chunks} for _ in range(5)]
