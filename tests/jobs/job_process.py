@@ -39,7 +39,7 @@ def num_committed(folder: Path) -> int:
     return len(committed(folder))
 
 
-AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
+AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent", b"/dashboard/agent.py", b"/runtime_env/agent/main.py")
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -51,7 +51,8 @@ def processes_of(folder: Path) -> list[str]:
             line, environment = (process / "cmdline").read_bytes(), (process / "environ").read_bytes()
         except OSError:
             continue
-        if str(folder).encode() in line + environment and not line.startswith(AGENTS):
+        is_agent = any(word.endswith(AGENTS) for word in line.split(b"\0")[:3])  # before and after it takes its title
+        if str(folder).encode() in line + environment and not is_agent:
             lines.append(line.replace(b"\0", b" ").decode(errors="replace"))
     return lines
 
