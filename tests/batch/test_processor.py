@@ -93,13 +93,13 @@ def test_rows_are_completed_as_by_an_llm_and_a_bad_row_is_one_bad_row(processor:
 def test_files_of_failed_rows_and_others_can_be_read_together(processor: Processor, tmp_path: Path) -> None:
     plain = build_processor(ProcessorConfig(model_source="demo", engine_kwargs=ENGINE, batch_size=1), preprocess)
     plain._supervisor = processor._supervisor
-    names = ["bare", "fails", "Pump 1 failed.", "wrong", "Pump 2 failed."]
+    names = ["bare", "The pump failed.", "wrong"]
     for number, name in enumerate(names):
         plain(ray.data.from_items([{"id": name, "text": name}])).write_parquet(tmp_path / str(number))
     tables = [pq.read_table(tmp_path / str(number)) for number in range(len(names))]
     for table in tables:
         assert table.select(list(_TYPES)).schema.remove_metadata() == pa.schema(_TYPES)
-    assert [bool(table[ERROR_COLUMN][0].as_py()) for table in tables] == [True, True, False, True, False]
+    assert [bool(table[ERROR_COLUMN][0].as_py()) for table in tables] == [True, False, True]
 
 
 @pytest.mark.exhaustive

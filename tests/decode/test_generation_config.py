@@ -16,6 +16,7 @@ from rayspec.decode.generation_config import REFUSED, TAKEN, eos_token_ids, gene
 from rayspec.decode.work import DecodingParams, GenerationDefaults
 from rayspec.types import CheckpointError
 from tests.engines import RandomPlans, complete, engine_with, tokens_of
+from tests.exhaustive import few_of
 from tests.families import checkpoint, greedy, parts_of, reference
 
 NUM_TOKENS = 14
@@ -89,7 +90,17 @@ def told(folder: Path) -> dict[str, Any]:
     return {"eos": eos_token_ids(config), "defaults": generation_defaults(config)}
 
 
-@pytest.mark.parametrize("name", FIELDS)
+FEW = (
+    "bad word across the prompt's end",
+    "sequence_bias",
+    "min_length",
+    "several forced",
+    "forced_bos_token_id",
+    "all",
+)
+
+
+@pytest.mark.parametrize("name", few_of(FIELDS, FEW))
 def test_greedy_equals_generate_with_the_checkpoint_as_it_is(name: str, tmp_path: Path) -> None:
     folder = with_generation_config(tmp_path, FIELDS[name](plain_texts()))
     expected = generated(folder)

@@ -184,7 +184,7 @@ SAMPLED = SamplingParams(temperature=1.2, seed=7, max_tokens=NUM_TOKENS)
     ("strategy", "num_stages", "params"),
     few_of(
         list(product(OPTIONS, [1, 2], [GREEDY, SAMPLED])),
-        [("clasp", 1, GREEDY), ("auto", 1, SAMPLED), ("lookahead", 2, GREEDY)],
+        [("auto", 1, SAMPLED), ("lookahead", 2, GREEDY)],
     ),
 )
 def test_a_request_without_drafts_has_none_beside_others_and_the_same_text(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.exhaustive
 # One process for all: torch and Triton take seconds to import. A line of "--" begins the next test's.
 QUESTIONS = """
 from tools import kernel_resources as r
@@ -98,7 +100,6 @@ def test_kernels_compile_and_do_not_spill(answers: list[list[str]]) -> None:
     assert not _spills(answers[0])
 
 
-@pytest.mark.exhaustive
 def test_nor_those_of_other_gpus_and_shapes(of_other_gpus: list[list[str]]) -> None:
     lines = of_other_gpus[0]
     assert len(lines) == 2 + 6 + 2 + 7, "a chunk has no splits to merge"
@@ -110,7 +111,6 @@ def test_products_compile_and_do_not_spill(answers: list[list[str]]) -> None:
     _require_no_spills(answers[1], 3)
 
 
-@pytest.mark.exhaustive
 def test_products_of_many_rows_do_not_spill_on_other_gpus(of_other_gpus: list[list[str]]) -> None:
     _require_no_spills(of_other_gpus[1], 2 * 3)
 
@@ -121,7 +121,6 @@ def _require_no_spills(lines: list[str], number: int) -> None:
     assert all(registers <= 255 and stack == 0 and shared <= 99 * 1024 for registers, stack, shared in needs), needs
 
 
-@pytest.mark.exhaustive
 def test_kernels_compile_for_smaller_gpus(of_other_gpus: list[list[str]]) -> None:
     """RTX 3090 and 5090: a program may have 99 KiB of shared memory there, as on an RTX 4090. Chunks have the largest
     tiles."""
@@ -130,7 +129,6 @@ def test_kernels_compile_for_smaller_gpus(of_other_gpus: list[list[str]]) -> Non
     assert all(stack <= 96 and shared <= _MOST_SHARED * 1024 for stack, shared in needs), needs
 
 
-@pytest.mark.exhaustive
 def test_the_table_of_the_documentation_is_what_the_compiler_says(cache: Path) -> None:
     text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
     if f"triton {metadata.version('triton')}" not in text:
@@ -144,7 +142,6 @@ def test_decode_and_verify_run_the_same_code(answers: list[list[str]]) -> None:
     assert answers[2] == ["True False"]
 
 
-@pytest.mark.exhaustive
 def test_so_do_those_of_a_model_with_windows(of_other_gpus: list[list[str]]) -> None:
     assert of_other_gpus[2] == ["True False"]
 
