@@ -72,6 +72,13 @@ def test_bad_words_never_come(llm: LLM) -> None:
     assert not set(words) & set(text.split())
 
 
+@pytest.mark.parametrize("word", ["\n", " "], ids=["newline", "space"])
+def test_a_bad_word_may_be_white_space(llm: LLM, word: str) -> None:
+    (token,) = llm.tokenizer.encode(word, add_special_tokens=False)
+    assert token in _ids(_one(llm, logit_bias={token: 100}))
+    assert token not in _ids(_one(llm, logit_bias={token: 100}, bad_words=[word]))
+
+
 def test_only_allowed_tokens_come(llm: LLM) -> None:
     allowed = [60, 61, 62, 63, 300]
     assert set(_ids(_one(llm, allowed_token_ids=allowed))) <= set(allowed)

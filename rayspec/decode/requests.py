@@ -256,12 +256,12 @@ def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
 
 
 def bad_word_tokens(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
-    """Return the tokens of each word, and of the same word after a space where these end in others."""
+    """Return the tokens of each word, and of the same word after a space where these end in others. Spaces before a
+    word are left out, as in vLLM, but not those of a word that has nothing else."""
     found: list[tuple[int, ...]] = []
     for word in words:
-        plain, spaced = (
-            tuple(text_tokens(space + word.lstrip(), tokenizer, add_special_tokens=False)) for space in ("", " ")
-        )
+        text = word.lstrip() or word
+        plain, spaced = (tuple(text_tokens(space + text, tokenizer, add_special_tokens=False)) for space in ("", " "))
         found += [plain] if spaced[1:] == plain else [plain, spaced]
     return [tokens for tokens in found if tokens]
 
