@@ -251,7 +251,7 @@ class Answer:
             one, calls, thought = self._divided(index, one)  # noqa: PLW2901
             choices.append(self._choice(index, at, outputs[at], one, "message", calls, thought))
         fields = self._of_prompt(outputs[0]) if self._is_chat else {}
-        num_output_tokens = 0 if self._only_echoes else sum(len(one.token_ids) for _, one in completions)
+        num_output_tokens = sum(len(one.token_ids) for _, one in completions)
         return self._body(choices, usage=self._usage(outputs, num_output_tokens), **fields)
 
     def chunks(self, prompt_index: int, piece: RequestOutput) -> Iterator[Response]:
@@ -276,6 +276,7 @@ class Answer:
 
     def _usage(self, outputs: Collection[RequestOutput], num_output_tokens: int) -> Usage:
         """outputs: one for each prompt."""
+        num_output_tokens = 0 if self._only_echoes else num_output_tokens
         num_prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         num_cached = sum(output.metrics.num_cached_tokens for output in outputs)
         details: CompletionTokensDetails | UnsetType = UNSET

@@ -147,6 +147,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "parts of characters": TEXT | {"logit_bias": HAN_PARTS, "n": 4, "logprobs": 0, "temperature": 1, "seed": 3},
     "whole characters of parts": TEXT | {"logit_bias": HAN_PARTS, "n": 4, "temperature": 1, "seed": 3},
     "echoes": TEXT | {"prompt": SENTENCE, "echo": True, "n": 2},
+    "only echoes, with usage": TEXT | {"prompt": [SENTENCE, "Fee 5"], "echo": True, "n": 2, "max_tokens": 0},
 }  # fmt: skip
 
 
