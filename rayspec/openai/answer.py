@@ -79,8 +79,9 @@ async def respond(
             outputs = await asyncio.gather(*tasks)
             rows = [row for one in outputs for row in one.prompt_logprobs or ()]
             rows += [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
-            num_logprobs = sum(len(row or ()) for row in rows)
-            return await in_thread_if_large(partial(answer.whole, outputs), num_logprobs)
+            size = sum(len(row or ()) for row in rows)
+            size += sum(len(completion.text) for one in outputs for completion in one.outputs)  # parsers read the texts
+            return await in_thread_if_large(partial(answer.whole, outputs), size)
         except GrammarError as error:
             raise request.refusal(error) from error
         finally:

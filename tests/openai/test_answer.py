@@ -19,6 +19,7 @@ from rayspec import LLM, demo
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
+from rayspec.openai import tokenizing
 from rayspec.openai.answer import LOGPROBS_AT_ONCE, Limit, respond
 from rayspec.openai.answer import stream as streamed
 from rayspec.openai.items import ResponsesRequest
@@ -239,7 +240,7 @@ def test_events_that_repeat_all_logprobs_have_fewer() -> None:
         run(answer_module._prompts(ResponsesRequest.parse(asked | {"stream": True}), scripted))
 
 
-def test_many_logprobs_are_made_beside_the_event_loop(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_answers_are_made_beside_the_event_loop(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     made_in, whole = list[str](), answer_module.Answer.whole
 
     def noted(*args: Any) -> Any:
@@ -252,7 +253,9 @@ def test_many_logprobs_are_made_beside_the_event_loop(engine: AsyncEngine, monke
         response = run(respond(request, engine, SERVED, name="x", created=1))
         assert len(response.choices[-1].prompt_logprobs) == 100
     assert made_in[0] == threading.main_thread().name
-    assert made_in[1].startswith("rayspec-large-work")
+    monkeypatch.setattr(tokenizing, "_LONG", 0)  # a text of any length
+    run(respond(parsed(TEXT, prompt=[[5] * 100], max_tokens=4), engine, SERVED, name="x", created=1))
+    assert all(name.startswith("rayspec-large-work") for name in made_in[1:])
 
 
 @pytest.mark.parametrize(("shape", "as_chat"), [("ab ", True), ("😀", False)])
