@@ -48,7 +48,7 @@ _MIN_ROWS_PER_READ, _MAX_ROWS_PER_READ, _BYTES_PER_READ = 16, 1024, 2**20
 _ARROW_FILE_MAGIC = b"ARROW1"
 _NUM_CHECKED = 16  # rows
 # Strangers may make the files, and a small one may unpack to any size. Tokenizing takes about 250 bytes a character.
-_MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line or value; of a file that is read as a whole
+_MAX_TEXT_BYTES, _MAX_WHOLE_BYTES = 2**24, 2**30  # of a text, line, row or value; of a PDF, Word or HTML file
 _extractor = Sandbox(most_s=120, most_bytes=2**32)
 
 
@@ -235,17 +235,62 @@ def _whole(file: Any, source: str, most: int) -> bytes:
     return content
 
 
-def _json_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
-    """Yield the objects of an array or a file. Raises InputFileError at a mistake, after which nothing can be read."""
-    text = _decoded(_whole(file, piece.name, _MAX_WHOLE_BYTES), piece.name).strip()
-    place, end, number = 0, len(text), 0
-    if text.startswith("["):
-        place, end = 1, end - text.endswith("]")
-    while (place := _GAP.match(text, place).end()) < end:  # type: ignore[union-attr]
-        number += 1
-        fields, place = _parsed_at(text, place, piece.source(number))
+class _Unread:
+    """The text of a file from `place` on. Only what is needed is in memory. Raises InputFileError for other encodings
+    than UTF-8."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        if b"\0" in file.peek(4)[:4]:
+            raise _like_utf16(name)
+        self.text, self.place = "", 0
+        self._file, self._name = io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), name
+
+    def more(self) -> bool:
+        """Drop the text before `place`, and read at least as much as is left. Return whether there was more."""
+        try:
+            added = self._file.read(max(_BYTES_PER_READ, len(self.text) - self.place))
+        except UnicodeDecodeError as error:
+            problem = f"{self._name}: not UTF-8 ({error.reason}); convert the file to UTF-8"
+            raise InputFileError(problem, "not_utf8") from error
+        self.text, self.place = self.text[self.place :] + added, 0
+        return bool(added)
+
+    def next(self) -> str:
+        """Go on to the next sign that separates no rows, and return the sign; "" at the end."""
+        while True:
+            self.place = _GAP.match(self.text, self.place).end()  # type: ignore[union-attr]
+            if self.place < len(self.text) or not self.more():
+                return self.text[self.place : self.place + 1]
+
+
+def _json_rows(file: Any, piece: Piece, columns: Columns) -> _Numbered:
+    """Yield the objects of an array or a file. Raises InputFileError at a mistake and at a row that is too large, after
+    which nothing can be read."""
+    unread, number, is_array = _Unread(file, piece.name), 0, False
+    while sign := unread.next():
+        source, failure = piece.source(number + 1), None  # type: str, InputFileError | None
+        if sign == "[" and not (number or is_array):
+            unread.place, is_array = unread.place + 1, True
+            continue
+        if sign == "]" and is_array:
+            unread.place += 1
+            if unread.next():
+                raise InputFileError(f"{source}: not valid JSON: more follows the array", "malformed_row")
+            return
+        try:
+            fields, end = _parsed_at(unread.text, unread.place, source)
+        except InputFileError as error:
+            failure, end = error, len(unread.text)
+        if end - unread.place > _MAX_TEXT_BYTES:
+            remedy = f"{failure}, or it has more than {_MAX_TEXT_BYTES >> 20} MiB"
+            raise _too_large(source) if failure is None else InputFileError(remedy, failure.kind)
+        if end == len(unread.text) and unread.more():  # the rest of the row
+            continue
+        if failure is not None:
+            raise failure
+        number, unread.place = number + 1, end
         yield number, fields
-    if text.startswith("[") and end == len(text):
+    if is_array:
         raise InputFileError(
             f"{piece.name}: the array ends early, after {number} rows; it may have been cut off", "malformed_row"
         )
@@ -255,10 +300,14 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",")
     """Yield the rows after the header. An empty cell is null. usual: the delimiter if the header has none."""
     wrapped = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
+    num_characters = 0  # of the row that is read
+
     def limited() -> Iterator[str]:
+        nonlocal num_characters
         while line := wrapped.readline(_MAX_TEXT_BYTES):
-            if len(line) == _MAX_TEXT_BYTES:
-                raise _too_large(f"{piece.name}: a line")
+            num_characters += len(line)
+            if len(line) == _MAX_TEXT_BYTES or num_characters > 2 * _MAX_TEXT_BYTES:
+                raise _too_large(f"{piece.name}: a line or row")
             yield line
 
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_TEXT_BYTES))
@@ -271,7 +320,7 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",")
     names = next(rows, [])
     _check_unique(names, columns, piece)
     for number in itertools.count(1):
-        source, num_read = piece.source(number), rows.line_num
+        source, num_read, num_characters = piece.source(number), rows.line_num, 0
         try:
             cells = next(filter(None, rows))  # empty lines are no rows
             "".join(cells).encode()
@@ -293,7 +342,7 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",")
 def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     is_stream = file.read(len(_ARROW_FILE_MAGIC)) != _ARROW_FILE_MAGIC
     file.seek(0)
-    opened = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
+    opened = _opened(pa.ipc.open_stream if is_stream else pa.ipc.open_file, file)
     names = _check_unique(opened.schema.names, columns, piece)
     batches = opened if is_stream else map(opened.get_batch, range(opened.num_record_batches))
     yield from _of_batches((_validated(batch.select(names)) for batch in batches), piece)
@@ -315,13 +364,38 @@ def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _of_batches(
     batches: Iterable[pa.RecordBatch], piece: Piece, num_before: int = 0, wanted: AbstractSet[int] | None = None
 ) -> _Numbered:
-    """Yield the rows of batches. num_before: rows of the file before the first batch."""
+    """Yield the rows of batches. num_before: rows of the file before the first batch. Raises InputFileError for columns
+    whose values are code."""
     number = num_before
     for batch in batches:
+        for column in batch.schema:
+            if _is_of_python(column.type):
+                problem = f"the values of column {column.name!r} are Python objects, which can run code; write texts"
+                raise InputFileError(f"{piece.name}: {problem}", INVALID_VALUE)
         numbers = range(number + 1, number + batch.num_rows + 1)
         number += batch.num_rows
         rows = zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
         yield from (row for row in rows if wanted is None or row[0] in wanted)
+
+
+def _is_of_python(kind: pa.DataType) -> bool:
+    """Return whether a package in Python has registered the type, or one in it: values of Ray's types are pickles."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return isinstance(kind, pa.ExtensionType) or _is_of_python(kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _is_of_python(kind.value_type)
+    return any(_is_of_python(kind.field(index).type) for index in range(kind.num_fields))
+
+
+def _opened(opener: Callable[[Any], Any], content: Any) -> Any:
+    """Open a Parquet or Arrow file. Raises what FILE_ERRORS has, also where a type that a package in Python has
+    registered raises anything."""
+    try:
+        return opener(content)
+    except FILE_ERRORS:
+        raise
+    except Exception as error:
+        raise pa.ArrowInvalid(f"the type of a column is damaged: {type(error).__name__}: {error}") from error
 
 
 def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
@@ -393,7 +467,7 @@ def _decoded(content: bytes, source: str) -> str:
 def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
     """Row groups without a wanted row are not read."""
     number = piece.num_before
-    with location.open() as content, pq.ParquetFile(content) as file:
+    with location.open() as content, _opened(pq.ParquetFile, content) as file:
         names = _check_unique(file.schema_arrow.names, columns, piece)
         first, num_groups = piece.groups or (0, file.num_row_groups)
         for group in range(first, first + num_groups):
@@ -451,7 +525,7 @@ def pieces_of(files: Sequence[Piece]) -> list[Piece]:
         with suppress(*FILE_ERRORS, UnreadableFileError):
             location = Location.parse(file.path)
             if file.table is None and location.suffix in PARQUET_SUFFIXES:
-                with location.open() as content, pq.ParquetFile(content) as parquet:
+                with location.open() as content, _opened(pq.ParquetFile, content) as parquet:
                     groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
         first = num_rows = num_before = num_bytes = 0
         for number, group in enumerate(groups, start=1):

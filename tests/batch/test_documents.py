@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from pyarrow import fs
 from pypdf import PdfReader, PdfWriter
 
+from rayspec.batch import documents
 from rayspec.batch.documents import Piece, check_template, input_row, pieces_of, read_piece
 from rayspec.batch.input_files import find_files
 from rayspec.batch.rows import Columns, Row
@@ -142,6 +144,38 @@ def test_other_parquet_types_are_text_or_a_bad_row(
 ) -> None:
     pq.write_table(pa.table(columns), tmp_path / "a.parquet")
     assert [outcome(d) for d in read(tmp_path / "a.parquet")] == expected
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_no_code_in_a_file_is_run(tmp_path: Path, suffix: str, nested: bool) -> None:
+    class Code:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (tmp_path / "run").touch, ()
+
+    from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType  # noqa: PLC0415 - it is registered
+
+    kind, values = ArrowPythonObjectType(), pa.array([pickle.dumps(Code())] * 2, pa.large_binary())
+    column = pa.ExtensionArray.from_storage(kind, values)
+    table = pa.table({"text": pa.StructArray.from_arrays([column], names=["a"]) if nested else column})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    assert [row.error_kind for row in read(path)] == ["invalid_value"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_type_that_cannot_be_restored_is_an_error_of_its_file(tmp_path: Path) -> None:
+    import ray.data  # noqa: F401, PLC0415 - it registers the type
+
+    about = {"ARROW:extension:name": "ray.data.arrow_tensor", "ARROW:extension:metadata": "no JSON"}
+    schema = pa.schema([pa.field("text", pa.list_(pa.int64()), metadata=about)])
+    pq.write_table(pa.Table.from_arrays([pa.array([[1]])], schema=schema), tmp_path / "a.parquet")
+    (piece,) = pieces(tmp_path / "a.parquet")
+    assert [row.error_kind for _, row in read_piece(piece, TEXT)] == ["unreadable_file"]
 
 
 def test_a_damaged_parquet_file_yields_the_rows_before_the_damage(tmp_path: Path) -> None:
@@ -649,13 +683,34 @@ def test_what_unpacks_to_any_size_or_never_ends_is_one_bad_row(tmp_path: Path) -
         ("a.jsonl", "a.jsonl:1: it has more than 16 MiB; split it", ["too_large", "next"]),
         ("b.jsonl.gz", "b.jsonl.gz:1: it has more", ["too_large"]),
         ("c.txt.gz", "c.txt.gz: it has more", ["too_large"]),
-        ("d.csv", "d.csv: a line: it has more", ["next", "too_large"]),
+        ("d.csv", "d.csv: a line or row: it has more", ["next", "too_large"]),
         ("e.jsonl", "it is a pipe or a device, and no file", ["unreadable_file"]),
         ("f.parquet", "it is a pipe or a device, and no file", ["unreadable_file"]),
     ):
         rows = [row for piece in pieces(tmp_path / name) for _, row in read_piece(piece, TEXT)]
         assert list(map(outcome, rows)) == outcomes, name
         assert error in next(str(row.error) for row in rows if row.error), name
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"text\nA\n\xc3\xa9\n" + b'"x\ny",' * 10**5),
+        ("a.json", b'[{"text": "A"}, {"text": "\xc3\xa9"}, {"text": [' + b"[]," * 10**5),
+        ("a.json", b'[{"text": "A"}, {"text": "\xc3\xa9"}, {"text": "' + b"x" * 5000 + b'"}]'),
+    ],
+    ids=["csv", "lists", "text"],
+)
+def test_only_a_row_of_bounded_size_is_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes
+) -> None:
+    monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 2**11)
+    monkeypatch.setattr(documents, "_BYTES_PER_READ", 2**3)
+    (tmp_path / name).write_bytes(content)
+    a, e, bad = read(tmp_path / name)
+    assert (a.document, e.document) == ("A", "\u00e9")
+    assert "it has more than" in str(bad.error)
+    assert len(str(bad.error)) < 300
 
 
 @pytest.mark.timeout(20)

@@ -120,6 +120,15 @@ def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, name: str, content:
         LLM(shallow_demo(), speculation={"corpus": str(tmp_path / name)})
 
 
+def test_a_column_of_python_objects_is_no_corpus(tmp_path: Path) -> None:
+    from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType  # noqa: PLC0415 - it is registered
+
+    values = pa.ExtensionArray.from_storage(ArrowPythonObjectType(), pa.array([b"no pickle"], pa.large_binary()))
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match="not text"):
+        LLM(shallow_demo(), speculation={"corpus": str(tmp_path / "a.parquet")})
+
+
 def test_of_a_large_file_only_as_much_is_read_as_the_corpus_holds(tmp_path: Path) -> None:
     path = tmp_path / "large.txt"
     with path.open("wb") as file:
