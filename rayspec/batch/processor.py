@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +45,7 @@ _TYPES = {
     **dict.fromkeys(("prompt_token_ids", "generated_tokens"), _TOKENS),
     "metrics": pa.struct(_COUNTS | _NUMBERS),
 }
+_ADDED = {*_TYPES, "generated_texts"}
 _ENGINE_LOST = frozenset({"engine_dead", "stage_lost"})  # kinds of errors that no row causes
 
 Row = dict[str, Any]
@@ -109,7 +110,8 @@ def build_processor(
     `tokenized_prompt`, and may have `sampling_params` (a dict with the names of SamplingParams). postprocess: makes the
     output row from a row that succeeded, which then also has `generated_text`, `generated_tokens`, `num_input_tokens`,
     `num_generated_tokens`, `finish_reason`, `params`, `request_id`, `metrics` and `__inference_error__` ("" or
-    "Kind: message"); without it all columns stay. Failed rows bypass postprocess. Raises ConfigError.
+    "Kind: message"); without it all columns stay. Failed rows bypass postprocess. A dataset with such columns of its
+    own, not of an earlier processor, is refused. Raises ConfigError.
     """
     return Processor(config, preprocess, postprocess)
 
@@ -132,7 +134,10 @@ class Processor:
         self._supervisor: Any = None
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """Return the completed rows. Raises CheckpointError, PlacementError, EngineDeadError if no engine starts."""
+        """Return the completed rows. Raises ConfigError for a dataset with a column of the same name as one that the
+        processor adds; CheckpointError, PlacementError, EngineDeadError if no engine starts."""
+        schema = dataset.schema(fetch_if_missing=False)
+        _check_names(schema.names if schema is not None else ())
         if self._supervisor is None:
             supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
             try:
@@ -186,6 +191,7 @@ class RowClient:
         ray.wait([supervisor.begin.remote()])  # if the engine cannot be started, each row reports why
 
     async def __call__(self, row: Row) -> Row:
+        _check_names(row)  # of a dataset whose columns were not known before
         try:
             ready = row | (self._preprocess(dict(row)) if self._preprocess else {})
             # Other columns stay here: images and embeddings may be large.
@@ -232,6 +238,16 @@ class PreparedRowTask:
             return _columns(output, params)
 
         return complete
+
+
+def _check_names(columns: Collection[str]) -> None:
+    """Raise ConfigError if columns of the user would be replaced. Those of an earlier processor may be."""
+    taken = sorted(_ADDED.intersection(columns))
+    if taken and ERROR_COLUMN not in columns:
+        new = ", ".join(f"{name!r}: 'my_{name}'" for name in taken)
+        raise ConfigError(
+            f"the dataset has columns of names that the processor adds: give it dataset.rename_columns({{{new}}})"
+        )
 
 
 def _sampling_params(defaults: SamplingParams, asked: Any) -> SamplingParams:

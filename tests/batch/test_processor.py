@@ -102,6 +102,17 @@ def test_files_of_failed_rows_and_others_can_be_read_together(processor: Process
     assert [bool(table[ERROR_COLUMN][0].as_py()) for table in tables] == [True, False, True]
 
 
+def test_columns_of_the_user_are_not_replaced_but_those_of_an_earlier_processor_are(processor: Processor) -> None:
+    mine = ray.data.from_items([{"id": "1", "text": "Pump 1 failed.", "request_id": "7"}])
+    refused = r"rename_columns\(\{'request_id': 'my_request_id'\}\)"
+    with pytest.raises(ConfigError, match=refused):
+        processor(mine)
+    with pytest.raises(Exception, match=refused):
+        processor(mine.map(lambda row: row)).take_all()
+    (row,) = by_id(processor(mine.add_column(ERROR_COLUMN, lambda batch: [""] * len(batch)))).values()
+    assert (row["summary"] != "", row[ERROR_COLUMN]) == (True, "")
+
+
 @pytest.mark.exhaustive
 def test_a_killed_engine_is_replaced_and_every_row_comes_once(processor: Processor, tmp_path: Path) -> None:
     disturbed = by_id(processor(texts(40, {20: str(tmp_path / "first"), 30: str(tmp_path / "second")})))
