@@ -43,6 +43,7 @@ _REPLACED_OF_COMMANDS = {
     "selfcheck": {"out": "is now '--json FILE', for the numbers"},
     "tune": REPLACED["TuningOptions"],
 }
+_MAX_TOKENS_OF_BUNDLED = 256  # of an answer in a chat, which often has no end
 
 
 # Commands whose modules bring packages that `rayspec --help` need not wait for: by module, each with its help in the
@@ -296,13 +297,17 @@ def chat(
 ) -> None:
     """Answer a prompt, or hold a conversation on the terminal. Ctrl-D ends it."""
     settings = asked.settings()
+    sampling = settings.sampling
+    if settings.engine.model in demo.BUNDLED:
+        say("the bundled model only knows audit reports; answers come from --model smollm2, or another")
+        sampling = sampling.replace(max_tokens=sampling.max_tokens or _MAX_TOKENS_OF_BUNDLED)
     messages = [{"role": "system", "content": system}] if system is not None else []
     with load_llm(settings.engine) as llm:
         for question in [prompt] if prompt is not None else _lines():
             conversation, answer = [*messages, {"role": "user", "content": question}], ""
             try:
                 tokens = llm.chat_tokens(conversation)
-                request = Request(request_id="", params=settings.sampling, prompt_token_ids=tokens, stream=True)
+                request = Request(request_id="", params=sampling, prompt_token_ids=tokens, stream=True)
                 for piece in llm.stream([request]):
                     if piece.error is not None:
                         raise piece.error

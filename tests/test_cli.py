@@ -178,6 +178,13 @@ def test_a_conversation_remembers_what_was_said(run: Any) -> None:
     assert both.stdout != alone.stdout + other.stdout
 
 
+def test_a_chat_with_the_bundled_model_ends_and_names_another(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.cli._MAX_TOKENS_OF_BUNDLED", 3)
+    result = run("chat", "Hello", *PLAIN, "--ignore-eos")
+    assert "the bundled model only knows audit reports; answers come from --model smollm2" in result.stderr
+    assert 0 < len(result.stdout.split()) <= 3
+
+
 def test_version_names_what_it_stands_on(run: Any) -> None:
     lines = run("version").stdout.splitlines()
     assert run("--version").stdout.splitlines() == lines
