@@ -80,11 +80,11 @@ def waited_for_core_s() -> float:
 
 
 def user_folder(folder: str | None) -> Path:
-    """Return the folder of measurements and of fetched models, by default in the user's cache. Raises ConfigError for a
-    user without a home."""
+    """Return the folder of measurements and of fetched models, by default in the user's cache. A relative
+    XDG_CACHE_HOME is ignored, by its standard. Raises ConfigError for a user without a home."""
     if folder:
         return Path(folder)
-    if cache := os.environ.get("XDG_CACHE_HOME"):
+    if os.path.isabs(cache := os.environ.get("XDG_CACHE_HOME", "")):
         return Path(cache) / "rayspec"
     try:
         return Path.home() / ".cache" / "rayspec"

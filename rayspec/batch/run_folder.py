@@ -188,7 +188,8 @@ class RunFolder:
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(ROWS), text_column=text_column, json_schema=json_schema)
             is_written = before.status == "complete" and merged.kind == "file"
-            self.is_merged = is_written and not self.parts.ignores_some
+            is_as_merged = self.parts.kinds.total() == before.rows.get("total")  # no part was copied here or deleted
+            self.is_merged = is_written and is_as_merged and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
             self._save(before, status="running", sessions=(*before.sessions, session))
@@ -286,8 +287,10 @@ class RunFolder:
         try:
             yield
         except (OSError, pa.ArrowException) as error:
+            target = getattr(error, "filename2", None)  # what could not be replaced, as a folder
+            detail = f"{target}: {error_detail(error)}" if target is not None else error_detail(error)
             raise OutputError(
-                f"the output {self.location.name!r} cannot be written ({error_detail(error)}): make room or repair it, "
+                f"the output {self.location.name!r} cannot be written ({detail}): make room or repair it, "
                 f"then run the same command again, without --overwrite; {self.parts.kinds.total()} rows are in it"
             ) from error
 

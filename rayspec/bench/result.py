@@ -114,7 +114,8 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, nu
     """Return a table. num_left: number of first columns aligned left; the others are aligned right. None: all left."""
     num_right = 0 if num_left is None else len(headings) - num_left
     rules = ["---"] * (len(headings) - num_right) + ["---:"] * num_right
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, rules, *rows))
+    lines = ([cell.replace("|", "\\|") for cell in cells] for cells in (headings, rules, *rows))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def bench_markdown(result: Mapping[str, Any]) -> str:

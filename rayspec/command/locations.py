@@ -93,7 +93,9 @@ class Location:
             )
         path = unquote(uri["path"], errors="surrogateescape").strip("/")
         _refuse_impossible(path)
-        root, query = f"{uri['scheme']}://{uri['authority']}", uri["query"] or ""
+        root, query = f"{uri['scheme'].lower()}://{uri['authority']}", uri["query"] or ""
+        if root == "file://localhost":  # the same place, by the standard of such URIs
+            root = "file://"
         try:
             filesystem, base = fs.FileSystem.from_uri(f"{root}/{query}")
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

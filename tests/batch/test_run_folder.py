@@ -169,6 +169,12 @@ def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
         folder.add(done("c"))
         folder.finish({})
     assert [row["id"] for row in merged_rows(merged)] == ["a", "b", "c"]
+    (part,) = (tmp_path / "rows").glob("part-000002-*")
+    for place, ids in ((tmp_path / "away", "ac"), (tmp_path / "rows" / "part-000004-0123abcd.parquet", "acb")):
+        part = part.rename(place)
+        with open_folder(tmp_path) as folder:
+            folder.finish({})
+        assert [row["id"] for row in merged_rows(merged)] == list(ids), "a part was taken away or put there"
 
 
 def test_a_merged_file_that_is_not_as_it_was_written_is_refused(tmp_path: Path, file_format: str) -> None:
@@ -185,7 +191,10 @@ def test_a_merged_file_that_is_not_as_it_was_written_is_refused(tmp_path: Path, 
         assert manifest_of(tmp_path)["status"] == "complete"
     merged.unlink()
     merged.mkdir()
-    with pytest.raises(OutputError, match="Is a directory"), open_folder(tmp_path, file_format=file_format) as folder:
+    with (
+        pytest.raises(OutputError, match=rf"cannot be written \({merged}: Is a directory\)"),
+        open_folder(tmp_path, file_format=file_format) as folder,
+    ):
         folder.finish({})
     merged.rmdir()
     with open_folder(tmp_path, file_format=file_format) as folder:

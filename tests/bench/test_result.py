@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rayspec.bench.result import Sample, bench_markdown, bench_row
+from rayspec.bench.result import Sample, bench_markdown, bench_row, markdown_table
 from rayspec.types import EngineStats
 
 
@@ -58,3 +58,7 @@ def test_the_page_has_all_speed_ups_in_one_table_and_the_best_in_bold() -> None:
     assert "1 prompt of 100 tokens." in bench_markdown(result | {"workloads": [single]}).splitlines()
     tables = [line for line in lines if line.startswith("| ")]
     assert {line.count("|") for line in tables} == {4, 12}
+
+
+def test_a_cell_with_a_bar_is_one_cell() -> None:
+    assert markdown_table(["a", "b"], [["x | y", "1"]], num_left=1) == "| a | b |\n| --- | ---: |\n| x \\| y | 1 |"

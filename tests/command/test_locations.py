@@ -119,9 +119,10 @@ def test_patterns_match_alike_everywhere(folder: Location, pattern: str, matches
 @pytest.mark.parametrize("name", ["100%.txt", "what?x=1.txt", "x%20y.txt", "ü[1].txt"])
 def test_names_of_files_are_read_back(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"here")
-    (file,) = Location.parse(f"file://{tmp_path}").entries()
-    again = Location.parse(file.name)
-    assert (again.name, again.read()) == (file.name, b"here")
+    for root in ("file://", "FILE://localhost"):
+        (file,) = Location.parse(f"{root}{tmp_path}").entries()
+        again = Location.parse(file.name)
+        assert (again.name, again.read()) == (file.name, b"here")
 
 
 def test_a_bucket_is_the_root_of_its_paths() -> None:

@@ -21,6 +21,7 @@ Kind = Literal["job", "service", "cluster"]
 
 # KubeRay truncates names that it derives from these: ray-operator/controllers/ray/utils/constant.go, v1.7.0.
 _MAX_NAME: dict[Kind, int] = {"job": 47, "service": 47, "cluster": 53}
+_PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 _DNS_SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
 # Two shells read an entrypoint, the submitter's and that of Ray's job runner: it has no special characters.
 _PLAIN_WORD = r"[A-Za-z0-9@%+=:,./_~*\[\]-]+"
@@ -110,7 +111,7 @@ class RenderOptions(Options):
         "models_claim", "storage_class", "hf_secret", "bucket_secret", "api_keys_secret", "redis_secret"
     )(_words(_DNS_SUBDOMAIN, "use lower-case letters, digits, '-' and '.', with a letter or digit at both ends"))
     _no_spaces = field_validator("image", "gpu_resource")(_words(r"\S+", "give a name without spaces"))
-    _places = field_validator("redis_address")(_words(r"[^:/\s]+:\d{1,5}", "give it as HOST:PORT, as redis:6379"))
+    _places = field_validator("redis_address")(_words(rf"[^:/\s]+:{_PORT}", "give it as HOST:PORT, as redis:6379"))
     _plain_words = field_validator("model", "output", "inputs")(
         _words(_PLAIN_WORD, "it goes through shells: rename what has spaces, quotes, '$', '&', ';' or the like")
     )

@@ -195,6 +195,7 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
         (DEMO | {"name": "Rayspec"}, "option 'name' is 'Rayspec'"),
         (DEMO | {"namespace": 64 * "a"}, "option 'namespace'.*up to 63"),
         (DEMO | {"image": "a b"}, "option 'image' is 'a b': give a name without spaces"),
+        (DEMO | {"redis_address": "redis:65536"}, "option 'redis_address' is 'redis:65536': give it as HOST:PORT"),
         (DEMO | {"hf_secret": "token."}, "option 'hf_secret' is 'token.'"),
         (DEMO | {"node_selector": ("gpus",)}, "NAME=VALUE"),
         (DEMO | {"kind": "job"}, "option 'output' is missing"),
