@@ -99,7 +99,9 @@ def test_a_job_is_complete_only_with_all_its_files(folder: Path, name: str) -> N
     write_lines(folder / "in.jsonl", documents(3))
     (folder / "out" / name).unlink()
     (folder / "out" / name).mkdir()
-    assert "error: the output 'out' cannot be written (Is a directory)" in run("in.jsonl", code=1)
+    message = run("in.jsonl", code=1)
+    assert "error: the output 'out' cannot be written (" in message
+    assert f"{name}: Is a directory)" in message
     (folder / "out" / name).rmdir()
     run("in.jsonl")
     assert len(texts()) == 3
