@@ -713,6 +713,14 @@ def test_only_a_row_of_bounded_size_is_in_memory(
     assert len(str(bad.error)) < 300
 
 
+@pytest.mark.parametrize("num_bytes", [2**3, 2**20])
+def test_a_mistake_has_its_place_in_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(documents, "_BYTES_PER_READ", num_bytes)
+    (tmp_path / "a.json").write_text('[{"text": "A"},\n {"text":\n  B}]', encoding="utf-8")
+    found = "a.json:2: not valid JSON: Expecting value in line 2, column 3 of the row"
+    assert str(read(tmp_path / "a.json")[-1].error) == found
+
+
 @pytest.mark.timeout(20)
 def test_a_csv_file_of_many_columns_takes_no_longer_than_others(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text," + b",".join(b"%d" % name for name in range(100_000)) + b"\nshort" * 3000)
