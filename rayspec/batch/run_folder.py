@@ -80,7 +80,7 @@ _INDEX_SCHEMA: Final = pa.schema(
 
 
 class OutputError(RayspecError):
-    """Rows cannot be written to the output."""
+    """Rows cannot be written to the output, or not be read from it now."""
 
     kind = "output"
 
@@ -198,7 +198,8 @@ class RunFolder:
             if not isinstance(error, UnreadableFileError | OSError):
                 raise
             raise ConfigError(
-                f"option 'output' is {location.name!r}, which cannot be used ({error_detail(error)}): choose another"
+                f"option 'output' is {location.name!r}, which cannot be used ({error_detail(error)}): repair it, or "
+                "choose another"
             ) from error
 
     def redo(self, row_ids: pa.Array) -> None:
@@ -432,8 +433,8 @@ class Parts:
 
     Of the rows with one id, the last final row counts, or else the last row. An error row for a row that could not be
     read, or has the id of another row, counts in addition, once for each place in the input, if it is of this session,
-    which finds them anew. A stored row takes the memory of its id and hash. Raises DamagedOutputError. json_schema:
-    that of the texts, whose properties become columns where the rows are merged.
+    which finds them anew. A stored row takes the memory of its id and hash. Raises DamagedOutputError, or OutputError
+    where the store fails. json_schema: that of the texts, whose properties become columns where the rows are merged.
     """
 
     def __init__(self, folder: Location, *, text_column: str, json_schema: str | None = None) -> None:
@@ -568,6 +569,13 @@ class Parts:
                 table = content.read(columns=list(columns)).select(list(columns)).cast(schema)
                 num_rows = content.metadata.num_rows  # checksums of pages do not cover the headers of pages
         except (OSError, pa.ArrowException, ValueError, KeyError, TypeError) as error:
+            try:
+                place.read()
+            except OSError as failure:  # then nothing is known to be damaged
+                raise OutputError(
+                    f"{place}: could not be read ({error_detail(failure)}): run the same command again, without "
+                    "--overwrite, when it can"
+                ) from error
             raise _damaged(place, error_detail(error)) from error
         if len(table) != num_rows or num_rows == 0 or ("id" in columns and table["id"].null_count):
             raise _damaged(place, f"{len(table)} rows instead of {num_rows}, or rows without an id")

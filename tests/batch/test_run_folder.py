@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import fs
@@ -430,6 +431,26 @@ def bucket() -> Iterator[Location]:
     yield Location(replace(store, has_atomic_put=True), "out")
     filesystem.store.clear()  # one for the process
     filesystem.pseudo_dirs[:] = [""]
+
+
+def test_a_part_that_the_store_does_not_give_is_not_called_damaged(
+    bucket: Location, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_folder(bucket) as folder:
+        folder.add(done("a"))
+    opened = fs.FSSpecHandler.open_input_file
+
+    def slow_down(handler: fs.FSSpecHandler, path: str) -> pa.NativeFile:
+        if "part-" in path:
+            raise OSError("SLOW_DOWN")
+        return opened(handler, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fs.FSSpecHandler, "open_input_file", slow_down)
+        with pytest.raises(OutputError, match=r"part-\S+: could not be read \(SLOW_DOWN\): run the same command again"):
+            open_folder(bucket)
+    with open_folder(bucket) as folder:
+        assert done_ids(folder) == {"a"}
 
 
 def test_a_job_in_a_remote_store(bucket: Location) -> None:
