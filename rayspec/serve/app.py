@@ -26,7 +26,8 @@ from rayspec.types import ConfigError
 _INGRESS_QUEUE = 256  # further requests get the 429 of Serve's proxy, which is not in OpenAI's format
 # Ours in place of Serve's, which take longer to notice a lost replica and try for ever to start one.
 _DEFAULTS = {"graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": 1.0, "max_constructor_retry_count": 3}
-_FIXED = {"_func_or_class", "backpressure_config", "name", "request_router_config"}
+# Not the user's. Serve would refuse user_config only after the model has loaded.
+_FIXED = {"_func_or_class", "backpressure_config", "name", "request_router_config", "user_config"}
 # By name: the class brings torch, and only the replicas of the models need torch.
 _MODEL_SERVER: Any = "rayspec.serve.model_server.ModelServer"
 

@@ -59,7 +59,8 @@ class RenderOptions(Options):
         None, description="config.json that sizes are computed from; unset: that of the model"
     )
     gpus: str | None = Field(
-        None, description="GPUs, as 8xH100-80G or 2x8xH100; of one copy of the model, if a layout is named"
+        None,
+        description="GPUs, as 8xH100-80G or 2x8xH100; of one copy, if a layout or a number of copies is named",
     )
     cpus: int | None = Field(None, ge=1, description="cores of a shard, in place of GPUs")
     gpus_per_node: int | None = Field(

@@ -94,9 +94,10 @@ def parse_gpus(spec: str) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu, counts in groups for _ in range(math.prod(counts)))
 
 
-def gpus_of_a_node(spec: str) -> int:
-    """Return the GPUs of the smallest node, as 8 of "2x8xH100"; else `DEFAULT_GPUS_PER_NODE`. Raises ConfigError."""
-    return min((counts[1] for _, counts in _groups(spec) if len(counts) == 2), default=DEFAULT_GPUS_PER_NODE)
+def gpus_of_a_node(spec: str, *, unnamed: int = DEFAULT_GPUS_PER_NODE) -> int:
+    """Return the GPUs of the smallest node, as 8 of "2x8xH100"; `unnamed` if there are no nodes in the text. Raises
+    ConfigError."""
+    return min((counts[1] for _, counts in _groups(spec) if len(counts) == 2), default=unnamed)
 
 
 def ask_torch(*, hidden_too: bool = False) -> dict[str, Any]:

@@ -19,7 +19,15 @@ from rayspec.config import DType, EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.sizes import ModelSizes, model_sizes
-from rayspec.ops.plan.gpus import RESERVED_BYTES, RESERVED_SHARE, Gpu, are_ranks_alike, gpus_spec, parse_gpus
+from rayspec.ops.plan.gpus import (
+    RESERVED_BYTES,
+    RESERVED_SHARE,
+    Gpu,
+    are_ranks_alike,
+    gpus_of_a_node,
+    gpus_spec,
+    parse_gpus,
+)
 from rayspec.ops.plan.options import DEFAULT_CONTEXT, LoadOptions, PlacementOptions, PlanOptions
 from rayspec.planning.partition import Device, LayerCost, ModelCosts, StageCost, bytes_missing, partition, stage_costs
 from rayspec.types import ConfigError, UnsupportedModelError
@@ -140,9 +148,14 @@ def usual_context(config: PretrainedConfig) -> int:
 def place(config: PretrainedConfig, options: PlacementOptions, sizes: ModelSizes | None = None) -> Placement:
     """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the stages
     are the fewest that fit. Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage.
-    sizes: of a rank, if they are known. Raises ConfigError for GPUs that are unknown or too few, and the errors of
-    `for_model`, `model_sizes` and `partition`."""
+    sizes: of a rank, if they are known. Raises ConfigError for GPUs that are unknown or too few (also of a node), and
+    the errors of `for_model`, `model_sizes` and `partition`."""
     options = for_model(options, config)
+    node = gpus_of_a_node(options.gpus, unnamed=options.num_ranks)
+    if options.num_ranks > node:
+        raise ConfigError(
+            f"option 'tensor' is {options.num_ranks}, of {node} GPUs of a node: ranks of a stage share a node, lower it"
+        )
     sizes = sizes or rank_sizes(config, options, options.num_ranks)
     groups = _tensor_groups(parse_gpus(options.gpus), options.num_ranks)
     num_stages, choice = _num_stages(sizes, groups, options)

@@ -97,6 +97,8 @@ def plan_table(plan: Ranking) -> Group:
         "has a replica to itself"
     )
     others = [f"{len(plan.others)} other layouts do not fit"] if plan.others else []
+    if options.quantization:
+        others.append(f"each stage is one GPU: tensor-parallel ranks cannot split {options.quantization} weights")
     flags = flags_of(best, options)
     pasted = {
         "jobs, rayspec serve": flags["engine"],

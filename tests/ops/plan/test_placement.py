@@ -113,6 +113,7 @@ def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
     [
         ({"stages": 9}, "'stages' is 9, times 1 GPUs: there are 8"),
         ({"tensor": 16}, "'tensor' is 16, of 8 GPUs"),
+        ({"gpus": "2x4xH100", "tensor": 8}, "'tensor' is 8, of 4 GPUs of a node"),
         ({"tensor": 3}, "'tensor' is 3: it must divide"),
         ({"quantization": "fp8", "tensor": 2}, "'tensor' is 2, and ranks cannot split fp8 weights: set it to 1"),
         ({"layers": "40,30"}, "70 layers in all: the model has 80"),
@@ -120,7 +121,7 @@ def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
 )
 def test_wrong_options_say_so(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        placed(LLAMA_70B, "8xH100-80G", **options)
+        placed(LLAMA_70B, **{"gpus": "8xH100-80G"} | options)
 
 
 COMMAND = ("placement",)

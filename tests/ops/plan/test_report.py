@@ -195,6 +195,7 @@ def test_the_command_recommends_and_saves(run: Any, tmp_path: Path) -> None:
     assert saved["candidates"][0]["plain"]["dollars_per_million_tokens"] > 0
     assert run(*arguments, "--json", "out/p.json").exit_code == 0
     assert run(*arguments, "--acceptance", 2).exit_code == 2
+    assert "cannot split fp8" in " ".join(run(*arguments, "--quantization", "fp8").stdout.split())
 
 
 def test_what_is_recommended_is_a_context_that_the_model_has(run: Any) -> None:
