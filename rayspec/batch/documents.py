@@ -85,8 +85,11 @@ class Piece:
         return f"{self.name}:{number}" if number else self.name
 
 
-def _too_large(source: str, most: int = _MAX_TEXT_BYTES) -> InputFileError:
-    return InputFileError(f"{source}: it has more than {most >> 20} MiB; split it", "too_large")
+_LOST = "the rows after it are not read"
+
+
+def _too_large(source: str, most: int = _MAX_TEXT_BYTES, more: str = "") -> InputFileError:
+    return InputFileError(f"{source}: it has more than {most >> 20} MiB; split it{more}", "too_large")
 
 
 class _Document(NamedTuple):
@@ -188,7 +191,7 @@ def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _N
     """Yield the fields of rows, each with its number. A text file is one row with number 0."""
     if piece.table is not None:
         names = _check_unique(piece.table.columns, columns, piece)
-        yield from _of_batches(map(_validated, piece.table.batches(piece.path, names)), piece, 0, wanted)
+        yield from _of_batches(map(_validated, piece.table.batches(piece.path, names)), piece, columns, 0, wanted)
         return
     location = Location.parse(piece.path)
     if location.is_folder:
@@ -246,13 +249,16 @@ class _Unread:
         self._file, self._name = io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), name
 
     def more(self) -> bool:
-        """Drop the text before `place`, and read at least as much as is left. Return whether there was more."""
+        """Drop the text before `place`, and read as much as is left, up to twice the size of a row. Return whether the
+        file had more."""
+        num_left = len(self.text) - self.place
         try:
-            added = self._file.read(max(_BYTES_PER_READ, len(self.text) - self.place))
+            added = self._file.read(max(_BYTES_PER_READ, min(num_left, 2 * _MAX_TEXT_BYTES - num_left)))
         except UnicodeDecodeError as error:
             problem = f"{self._name}: not UTF-8 ({error.reason}); convert the file to UTF-8"
             raise InputFileError(problem, "not_utf8") from error
-        self.text, self.place = self.text[self.place :] + added, 0
+        if added:
+            self.text, self.place = self.text[self.place :] + added, 0
         return bool(added)
 
     def next(self) -> str:
@@ -264,8 +270,8 @@ class _Unread:
 
 
 def _json_rows(file: Any, piece: Piece, columns: Columns) -> _Numbered:
-    """Yield the objects of an array or a file. Raises InputFileError at a mistake and at a row that is too large, after
-    which nothing can be read."""
+    """Yield the objects of an array or a file. Raises InputFileError at a mistake, after which nothing can be read, and
+    at a row of more than twice the allowed size, whose end is not looked for."""
     unread, number, is_array = _Unread(file, piece.name), 0, False
     while sign := unread.next():
         source, failure = piece.source(number + 1), None  # type: str, InputFileError | None
@@ -281,15 +287,14 @@ def _json_rows(file: Any, piece: Piece, columns: Columns) -> _Numbered:
             fields, end = _parsed_at(unread.text, unread.place, source)
         except InputFileError as error:
             failure, end = error, len(unread.text)
-        if end - unread.place > _MAX_TEXT_BYTES:
-            remedy = f"{failure}, or it has more than {_MAX_TEXT_BYTES >> 20} MiB"
-            raise _too_large(source) if failure is None else InputFileError(remedy, failure.kind)
-        if end == len(unread.text) and unread.more():  # the rest of the row
+        size = end - unread.place
+        if len(unread.text) - end < _LOOK_AHEAD and size < 2 * _MAX_TEXT_BYTES and unread.more():
             continue
         if failure is not None:
-            raise failure
+            large = f", or it has more than {_MAX_TEXT_BYTES >> 20} MiB; {_LOST}" if size > _MAX_TEXT_BYTES else ""
+            raise InputFileError(f"{failure}{large}", failure.kind)
         number, unread.place = number + 1, end
-        yield number, fields
+        yield number, _too_large(source) if size > _MAX_TEXT_BYTES else fields
     if is_array:
         raise InputFileError(
             f"{piece.name}: the array ends early, after {number} rows; it may have been cut off", "malformed_row"
@@ -300,14 +305,14 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",")
     """Yield the rows after the header. An empty cell is null. usual: the delimiter if the header has none."""
     wrapped = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
-    num_characters = 0  # of the row that is read
+    number = num_characters = 0  # of the row that is read
 
     def limited() -> Iterator[str]:
         nonlocal num_characters
         while line := wrapped.readline(_MAX_TEXT_BYTES):
             num_characters += len(line)
             if len(line) == _MAX_TEXT_BYTES or num_characters > 2 * _MAX_TEXT_BYTES:
-                raise _too_large(f"{piece.name}: a line or row")
+                raise _too_large(f"{piece.source(number)}: a line, or a row of twice that", more=f"; {_LOST}")
             yield line
 
     csv.field_size_limit(max(csv.field_size_limit(), _MAX_TEXT_BYTES))
@@ -322,7 +327,8 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",")
     for number in itertools.count(1):
         source, num_read, num_characters = piece.source(number), rows.line_num, 0
         try:
-            cells = next(filter(None, rows))  # empty lines are no rows
+            while not (cells := next(rows)):  # empty lines are no rows
+                num_characters = 0
             "".join(cells).encode()
         except StopIteration:
             return
@@ -345,7 +351,7 @@ def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     opened = _opened(pa.ipc.open_stream if is_stream else pa.ipc.open_file, file)
     names = _check_unique(opened.schema.names, columns, piece)
     batches = opened if is_stream else map(opened.get_batch, range(opened.num_record_batches))
-    yield from _of_batches((_validated(batch.select(names)) for batch in batches), piece)
+    yield from _of_batches((_validated(batch.select(names)) for batch in batches), piece, columns)
 
 
 _ROW_READERS: Mapping[str, Callable[[IO[bytes], Piece, Columns], _Numbered]] = {
@@ -362,16 +368,21 @@ def _validated(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _of_batches(
-    batches: Iterable[pa.RecordBatch], piece: Piece, num_before: int = 0, wanted: AbstractSet[int] | None = None
+    batches: Iterable[pa.RecordBatch],
+    piece: Piece,
+    columns: Columns,
+    num_before: int = 0,
+    wanted: AbstractSet[int] | None = None,
 ) -> _Numbered:
     """Yield the rows of batches. num_before: rows of the file before the first batch. Raises InputFileError for columns
-    whose values are code."""
+    with a use whose values may be code; others of such types are left out."""
     number = num_before
     for batch in batches:
-        for column in batch.schema:
-            if _is_of_python(column.type):
-                problem = f"the values of column {column.name!r} are Python objects, which can run code; write texts"
-                raise InputFileError(f"{piece.name}: {problem}", INVALID_VALUE)
+        refused = {column.name: column.type for column in batch.schema if _is_of_python(column.type)}
+        if (name := next((name for name in columns.names if name in refused), None)) is not None:
+            problem = f"column {name!r} has a type of a Python package, whose values may run code ({refused[name]})"
+            raise InputFileError(f"{piece.name}: {problem}; write texts, numbers or lists", INVALID_VALUE)
+        batch = batch.drop_columns([*refused])  # noqa: PLW2901
         numbers = range(number + 1, number + batch.num_rows + 1)
         number += batch.num_rows
         rows = zip(numbers, _arrow_fields(batch, numbers, piece), strict=True)
@@ -379,7 +390,7 @@ def _of_batches(
 
 
 def _is_of_python(kind: pa.DataType) -> bool:
-    """Return whether a package in Python has registered the type, or one in it: values of Ray's types are pickles."""
+    """Return whether a package in Python has registered the type, or one in it: values of one of Ray's are pickles."""
     if isinstance(kind, pa.BaseExtensionType):
         return isinstance(kind, pa.ExtensionType) or _is_of_python(kind.storage_type)
     if pa.types.is_dictionary(kind):
@@ -450,6 +461,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 _JSON, _ANY_JSON = json.JSONDecoder(object_pairs_hook=_with_unique_keys), json.JSONDecoder()
 _GAP = re.compile(r"[\s,]*")
+_LOOK_AHEAD = 3  # signs that tell whether a number has ended: 1.5 may go on as 1.5E+3
 
 
 def _like_utf16(source: str) -> InputFileError:
@@ -479,7 +491,7 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
             if wanted is None or not wanted.isdisjoint(range(number + 1, number + about.num_rows + 1)):
                 size = _num_at_once(about, names)
                 batches = file.iter_batches(batch_size=size, row_groups=[group], columns=names)
-                yield from _of_batches(batches, piece, number, wanted)
+                yield from _of_batches(batches, piece, columns, number, wanted)
             number += about.num_rows
 
 

@@ -165,6 +165,8 @@ def test_no_code_in_a_file_is_run(tmp_path: Path, suffix: str, nested: bool) -> 
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
     assert [row.error_kind for row in read(path)] == ["invalid_value"]
+    with pytest.raises(ConfigError, match="'txet' is undefined"):
+        check_template(pieces(path), Columns(template="{{ txet }}"))
     assert not (tmp_path / "run").exists()
 
 
@@ -683,7 +685,7 @@ def test_what_unpacks_to_any_size_or_never_ends_is_one_bad_row(tmp_path: Path) -
         ("a.jsonl", "a.jsonl:1: it has more than 16 MiB; split it", ["too_large", "next"]),
         ("b.jsonl.gz", "b.jsonl.gz:1: it has more", ["too_large"]),
         ("c.txt.gz", "c.txt.gz: it has more", ["too_large"]),
-        ("d.csv", "d.csv: a line or row: it has more", ["next", "too_large"]),
+        ("d.csv", "d.csv:2: a line, or a row of twice that: it has more", ["next", "too_large"]),
         ("e.jsonl", "it is a pipe or a device, and no file", ["unreadable_file"]),
         ("f.parquet", "it is a pipe or a device, and no file", ["unreadable_file"]),
     ):
@@ -711,6 +713,16 @@ def test_only_a_row_of_bounded_size_is_in_memory(
     assert (a.document, e.document) == ("A", "\u00e9")
     assert "it has more than" in str(bad.error)
     assert len(str(bad.error)) < 300
+
+
+def test_a_large_row_is_one_bad_row_and_empty_lines_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 2**11)
+    monkeypatch.setattr(documents, "_BYTES_PER_READ", 7)
+    large = json.dumps({"text": "A", "image": "x" * 3000})
+    (tmp_path / "a.json").write_text(f'[1.25e10, 1.5E-3, {large}, {{"text": "B"}}]', encoding="utf-8")
+    assert [outcome(row) for row in read(tmp_path / "a.json")] == ["malformed_row", "malformed_row", "too_large", "B"]
+    (tmp_path / "a.csv").write_text("text,x\nA,\n" + "\n" * 5000 + "B,\n", encoding="utf-8")
+    assert [outcome(row) for row in read(tmp_path / "a.csv")] == ["A", "B"]
 
 
 @pytest.mark.parametrize("num_bytes", [2**3, 2**20])

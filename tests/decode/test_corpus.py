@@ -1,4 +1,5 @@
 import json
+import pickle
 import re
 from array import array
 from functools import cache
@@ -120,13 +121,21 @@ def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, name: str, content:
         LLM(shallow_demo(), speculation={"corpus": str(tmp_path / name)})
 
 
-def test_a_column_of_python_objects_is_no_corpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_column_of_python_objects_is_no_corpus(tmp_path: Path, nested: bool) -> None:
     from ray.data._internal.object_extensions.arrow import ArrowPythonObjectType  # noqa: PLC0415 - it is registered
 
-    values = pa.ExtensionArray.from_storage(ArrowPythonObjectType(), pa.array([b"no pickle"], pa.large_binary()))
-    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet")
+    class Code:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (tmp_path / "run").touch, ()
+
+    values = pa.array([pickle.dumps(Code())], pa.large_binary())
+    column = pa.ExtensionArray.from_storage(ArrowPythonObjectType(), values)
+    table = pa.table({"text": pa.StructArray.from_arrays([column], names=["a"]) if nested else column})
+    pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ConfigError, match="not text"):
         LLM(shallow_demo(), speculation={"corpus": str(tmp_path / "a.parquet")})
+    assert not (tmp_path / "run").exists()
 
 
 def test_of_a_large_file_only_as_much_is_read_as_the_corpus_holds(tmp_path: Path) -> None:
