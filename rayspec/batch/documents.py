@@ -441,7 +441,7 @@ def _parsed_at(text: str, place: int, source: str) -> tuple[_Fields, int]:
         return InputFileError(problem, "malformed_row"), end
     except json.JSONDecodeError as error:
         read = text[place : error.pos]  # the text before it may have been dropped
-        found = f"{error.msg} in line {read.count(chr(10)) + 1}, column {len(read) - read.rfind(chr(10))} of the row"
+        found = f"{error.msg}: line {read.count(chr(10)) + 1}, column {len(read) - read.rfind(chr(10))} of the row"
         raise InputFileError(f"{source}: not valid JSON: {found}", "malformed_row") from error
     except (ValueError, RecursionError) as error:  # a whole number of more than 4300 digits is a ValueError
         raise InputFileError(f"{source}: not valid JSON: {error}", "malformed_row") from error

@@ -729,7 +729,7 @@ def test_a_large_row_is_one_bad_row_and_empty_lines_are_none(tmp_path: Path, mon
 def test_a_mistake_has_its_place_in_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     monkeypatch.setattr(documents, "_BYTES_PER_READ", num_bytes)
     (tmp_path / "a.json").write_text('[{"text": "A"},\n {"text":\n  B}]', encoding="utf-8")
-    found = "a.json:2: not valid JSON: Expecting value in line 2, column 3 of the row"
+    found = "a.json:2: not valid JSON: Expecting value: line 2, column 3 of the row"
     assert str(read(tmp_path / "a.json")[-1].error) == found
 
 
