@@ -1,4 +1,4 @@
-"""Memory, cores and processor that this process may use on Linux. Limits of control groups (containers) count.
+"""Memory, cores, processor and Ray of this process, on Linux. Limits of control groups (containers) count.
 
 root: the folder that stands for `/`, where the kernel's files are read.
 """
@@ -28,6 +28,12 @@ _RECLAIMABLE = {
     1: ("total_inactive_file", "total_active_file"),
     2: ("inactive_file", "active_file", "slab_reclaimable"),
 }
+
+
+def ray_address() -> str | None:
+    """Return the address of the cluster that RAY_ADDRESS names; None if Ray is to start on this machine."""
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address
 
 
 def bytes_available(root: Path = _ROOT) -> int:

@@ -18,8 +18,9 @@ from typing import Any
 import ray
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
+from ray.exceptions import RayError
 
-from rayspec.machine import num_cores
+from rayspec.machine import num_cores, ray_address
 from rayspec.types import ConfigError, RayspecError
 
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
@@ -68,9 +69,8 @@ def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text:
                 _num_sessions += 1
                 session.callback(_leave)
             if not is_running:
-                address = os.environ.get("RAY_ADDRESS")
-                is_here = address in {None, "", "local"}
-                say("starting Ray on this machine" if is_here else f"connecting to Ray at {address}")
+                address = ray_address()
+                say("starting Ray on this machine" if address is None else f"connecting to Ray at {address}")
                 with _signals_wait():
                     _start(num_cpus)
         if not is_running:
@@ -92,11 +92,11 @@ def _leave() -> None:
 
 
 def _start(num_cpus: float) -> None:
-    if (address := os.environ.get("RAY_ADDRESS")) is not None:
+    if (address := ray_address()) is not None:
         try:
             require_listener(address)
             ray.init(logging_level=logging.WARNING)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (RayError, OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"RAY_ADDRESS is {address!r}, and Ray cannot be used there ({error}): correct it, or unset it to start "
                 "Ray on this machine"

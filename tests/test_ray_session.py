@@ -3,6 +3,7 @@
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -192,6 +193,14 @@ def test_an_address_without_a_ray_is_named(address: str, tmp_path: Path) -> None
     assert f"ConfigError: RAY_ADDRESS is '{address}', and Ray cannot be used there" in found
 
 
+def test_a_missing_token_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}
+        found = errors_of_a_session(RAY_ADDRESS=address, RAY_TMPDIR=str(tmp_path), **environment)
+    assert f"ConfigError: RAY_ADDRESS is '{address}', and Ray cannot be used there (Token authentication" in found
+
+
 def test_a_ray_that_cannot_start_is_an_error_and_leaves_no_processes(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 100)  # too long for the paths of Ray's sockets
     folder.mkdir()
@@ -222,20 +231,23 @@ def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
 
 
 @pytest.mark.parametrize(
-    ("parallel", "least"),
+    ("parallel", "least", "address"),
     [
-        (ParallelOptions(stages=20, tensor=2), 42),
-        (ParallelOptions(stages=20, replicas=2, cpus_per_shard=0.5), 23),
-        (ParallelOptions(replicas=64), 4),  # replicas without shards share what there is
+        (ParallelOptions(stages=20, tensor=2), 42, None),
+        (ParallelOptions(stages=20, replicas=2, cpus_per_shard=0.5), 23, "local"),
+        (ParallelOptions(replicas=64), 4, ""),  # replicas without shards share what there is
     ],
 )
-def test_a_private_cluster_has_the_cpus_that_shards_reserve(
-    monkeypatch: pytest.MonkeyPatch, parallel: ParallelOptions, least: int
+def test_a_private_cluster_has_the_cpus_that_shards_reserve_and_no_dashboard(
+    monkeypatch: pytest.MonkeyPatch, parallel: ParallelOptions, least: int, address: str | None
 ) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if address is not None:
+        monkeypatch.setenv("RAY_ADDRESS", address)
     for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_worker_niceness"):
         monkeypatch.setenv(name, "0")
     _start(parallel.num_cpus)
     assert given["num_cpus"] == max(least, num_cores())
+    assert (given["address"], given["include_dashboard"]) == ("local", False)

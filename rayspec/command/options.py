@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from rayspec.command.settings import OF_ONE_ROW, make_settings
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings, SpeculationOptions
+from rayspec.machine import ray_address
 from rayspec.vllm_names import ENGINE
 
-_RAY_ADDRESS = "RAY_ADDRESS"
 _SHOWS_ALL = "rayspec.help_all"
 _OPTIONS = "Options"
 _FIRST = "model"
@@ -50,7 +49,7 @@ class Asked:
         from rayspec.model.sources import check_name  # noqa: PLC0415 - brings the hub's client, which help does not need
 
         settings = make_settings(file=self.file, overrides=self.overrides, flags=self.flags, sampling=self.sampling)
-        is_elsewhere = _RAY_ADDRESS in os.environ  # machines of the cluster load the model; they may have other folders
+        is_elsewhere = ray_address() is not None  # machines of the cluster load the model; they may have other folders
         check_name(settings.engine.model, is_elsewhere=is_elsewhere)
         if settings.engine.tokenizer is not None:
             check_name(settings.engine.tokenizer, option="tokenizer", is_elsewhere=is_elsewhere)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from rich.table import Table
 from rayspec import demo
 from rayspec.command.options import Asked, with_options
 from rayspec.command.terminal import EXIT_FAILED, error_console, output_console, save_json
+from rayspec.machine import ray_address
 from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.machine import Finding, findings_table, skipped
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
@@ -129,7 +129,7 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     if place is not None:
         findings += machine.check_weights(place)
     findings.append(machine.check_dtype())
-    where = address or os.environ.get("RAY_ADDRESS")
+    where = address or ray_address()
     if where is None:
         return [*findings, skipped("cluster", "no cluster given: use --address auto, host:port or ray://host:10001")]
     from rayspec.ops.doctor.cluster import cluster_findings  # noqa: PLC0415 - brings ray

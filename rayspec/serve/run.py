@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import re
 import socket
 import time
@@ -17,6 +16,7 @@ from ray import serve
 
 from rayspec.command.terminal import exit_on_sigterm, say
 from rayspec.demo import BUNDLED, local_path
+from rayspec.machine import ray_address
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
 from rayspec.serve.app import bind_models, bind_runner, model_deployment, with_sizes
@@ -28,7 +28,6 @@ from rayspec.types import ConfigError, RayspecError
 
 _APP = "rayspec"
 _RUNNER_APP = "rayspec-batches"
-_RAY_ADDRESS = "RAY_ADDRESS"
 _CONTROLLER = {"name": "SERVE_CONTROLLER_ACTOR", "namespace": "serve"}
 _QUIET = {"log_level": "CRITICAL", "enable_access_log": False}  # the watch logs the events that matter
 
@@ -85,7 +84,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
         bound = Address(host=address.host, port=listener.getsockname()[1])
         engines = [config.engine for config in options.llm_configs]
         engines = [engine for engine in engines if engine.lora_modules or engine.model not in BUNDLED]
-        if engines and _RAY_ADDRESS not in os.environ:  # a cluster's nodes may have other files
+        if engines and ray_address() is None:  # a cluster's nodes may have other files
             # They bring torch and transformers.
             from rayspec.model.sources import adapter_config  # noqa: PLC0415
             from rayspec.model.weights import load_config  # noqa: PLC0415
@@ -96,7 +95,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
                     adapter_config(folder)
         for config in options.llm_configs:  # finds errors in their deployment_config
             model_deployment(config, replica_timeout_s=options.replica_timeout_s, name="Model", num_gpus=0)
-        if options.batches is not None and _RAY_ADDRESS not in os.environ:
+        if options.batches is not None and ray_address() is None:
             _check_folder(options.batches)
         with ray_session(sum(config.num_cpus for config in options.llm_configs), say):
             if _CONTROLLER in ray.util.list_named_actors(all_namespaces=True):
@@ -104,7 +103,7 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
             try:
                 _serve(with_sizes(options), bound, listener, announce)
             finally:
-                if _RAY_ADDRESS in os.environ:  # a private Ray ends with its Serve
+                if ray_address() is not None:  # a private Ray ends with its Serve
                     serve.shutdown()  # type: ignore[no-untyped-call]
 
 

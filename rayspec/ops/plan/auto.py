@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import resolve_max_model_len
+from rayspec.machine import ray_address
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config
 from rayspec.ops.plan.forecast import rank_layouts
@@ -70,7 +70,7 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
     """Return the GPUs of each node with GPUs. There is a cluster if RAY_ADDRESS is set or this process is connected.
     Raises ConfigError for an unknown GPU."""
     seen: Sequence[Sequence[tuple[str, int]]]
-    if "RAY_ADDRESS" not in os.environ and not ray.is_initialized():
+    if ray_address() is None and not ray.is_initialized():
         here = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         seen = [[(gpu.name, gpu.total_memory) for gpu in here]]
     else:
