@@ -77,7 +77,12 @@ class Ingress:
         self._num_ingresses = num_ingresses
         self._places = {one.model_id: Places(one.num_ongoing(1, num_ingresses)) for one in options.llm_configs}
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
-        self.watch = Watch(self.models, replica_timeout_s=options.replica_timeout_s, looked=self._looked)
+        self.watch = Watch(
+            self.models,
+            replica_timeout_s=options.replica_timeout_s,
+            may_be_absent=self._may_be_absent,
+            looked=self._looked,
+        )
         self.bodies = BodyReader(options)
         posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
         self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -200,13 +200,19 @@ class WatchedReplica:
 
 class Watch:
     """Watches the replicas of all models (Serve's handles). A replica that is silent for `replica_timeout_s` is killed;
-    one that is stopped, or whose engine is stuck, at once. A machine's sleep does not count as silence. looked: called
-    whenever the replicas are known anew."""
+    one that is stopped, or whose engine is stuck, at once. A machine's sleep does not count as silence. may_be_absent:
+    models that scale to zero. looked: called whenever the replicas are known anew."""
 
     def __init__(
-        self, models: Mapping[str, Any], *, replica_timeout_s: float, looked: Callable[[], None] = lambda: None
+        self,
+        models: Mapping[str, Any],
+        *,
+        replica_timeout_s: float,
+        may_be_absent: Collection[str] = (),
+        looked: Callable[[], None] = lambda: None,
     ) -> None:
         self._models, self._timeout_s, self._looked = dict(models), replica_timeout_s, looked
+        self._may_be_absent = may_be_absent
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
         self._replaced_until_s: dict[str, float] = {}
@@ -234,6 +240,8 @@ class Watch:
     def problem(self, model: str) -> str | None:
         """Return a model's problems; None without any. A starting replica is no problem while another is ready."""
         healths = {one.health for one in self.replicas.get(model, {}).values()}
+        if not healths and model in self._may_be_absent:
+            return None
         ill = sorted(healths - {"unknown", "starting", "ready"})
         return ", ".join(ill) or (None if "ready" in healths else "starting")
 

@@ -43,6 +43,14 @@ def test_before_anyone_has_looked_requests_are_tried(monkeypatch: pytest.MonkeyP
     assert (watch.can_serve("m"), watch.problem("m")) == (False, "starting")
 
 
+def test_a_model_that_has_scaled_to_zero_is_no_problem() -> None:
+    """A load balancer that believes /health would send no request, and so nothing would start a replica."""
+    watch = Watch({"m": None, "n": None}, replica_timeout_s=TIMEOUT_S, may_be_absent={"m"})
+    assert watch.known_problems == ["n: starting"]
+    watch.replicas |= {"m": {}, "n": {}}
+    assert watch.known_problems == ["n: starting"]
+
+
 def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_asked() -> None:
     watch, (replica,) = watched(None)
     assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
