@@ -84,7 +84,13 @@ def running(spec: dict[str, Any]) -> Iterator[RunningCluster]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PATH": path, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token},
+        env={
+            **os.environ,
+            "PATH": path,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": token,
+            "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",  # of 30
+        },
     )
     cluster = RunningCluster(token, process)
     try:
