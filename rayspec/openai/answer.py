@@ -13,7 +13,7 @@ from rayspec.decode.output import TokenTexts
 from rayspec.openai.items import ItemAnswer, ResponsesRequest
 from rayspec.openai.parsers import HARMONY, HarmonyParser, OutputParser, ThinkParser, reasoning_style
 from rayspec.openai.protocol import ApiError, InvalidRequestError
-from rayspec.openai.requests import ChatRequest, Input, Request, check_served, is_token_ids
+from rayspec.openai.requests import ChatRequest, CompletionRequest, Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.openai.tools import ToolUse
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Prompt = tuple[Sequence[int], SamplingParams]
 _MOST_PROMPT_TOKENS = 2**25
+_MOST_REPEATED_TOKENS = 2**22  # where each completion shows its prompt
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
 LOGPROBS_AT_ONCE = _MOST_LOGPROBS // 2  # of an engine: of one large request, or of several of half its size
 _FEW_LOGPROBS = 5_000
@@ -77,9 +78,10 @@ async def respond(
         tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
         try:
             outputs = await asyncio.gather(*tasks)
-            rows = [row for one in outputs for row in one.prompt_logprobs or ()]
-            rows += [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
+            rows = [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
             size = sum(len(row or ()) for row in rows)
+            size += sum(len(one.outputs) * len(row or ()) for one in outputs for row in one.prompt_logprobs or ())
+            size += sum(len(one.outputs) * len(one.prompt_token_ids) for one in outputs) * _shows_prompts(request)
             size += sum(len(completion.text) for one in outputs for completion in one.outputs)  # parsers read the texts
             return await in_thread_if_large(partial(answer.whole, outputs), size)
         except GrammarError as error:
@@ -183,8 +185,9 @@ async def _prompts(
             params[length] = request.sampling_params(length, needed)
         prompts.append((token_ids, params[length]))
     num_prompt_tokens = sum(one.n * len(token_ids) for token_ids, one in prompts)  # each sequence has its own
-    if num_prompt_tokens > _MOST_PROMPT_TOKENS:
-        problem = f"prompts of {num_prompt_tokens} tokens, n times; at most {_MOST_PROMPT_TOKENS} here in all"
+    most = _MOST_REPEATED_TOKENS if _shows_prompts(request) else _MOST_PROMPT_TOKENS
+    if num_prompt_tokens > most:
+        problem = f"prompts of {num_prompt_tokens} tokens, n times; at most {most} here in all"
         raise InvalidRequestError.of("n", f"{problem}, split the request")
     repeats = isinstance(request, ResponsesRequest) and request.stream  # its last four events have all of them
     most = _MOST_LOGPROBS // 4 if repeats else _MOST_LOGPROBS
@@ -195,12 +198,18 @@ async def _prompts(
     return prompts
 
 
+def _shows_prompts(request: Request) -> bool:
+    """Return whether each completion shows its prompt."""
+    return isinstance(request, CompletionRequest) and (request.echo or request.return_token_ids)
+
+
 def _num_logprobs(prompts: Sequence[Prompt]) -> dict[str, int]:
-    """Return the most log-probabilities of outputs and of prompts."""
+    """Return the most log-probabilities of outputs and of prompts, which each of the n completions shows."""
     total = {"logprobs": 0, "prompt_logprobs": 0}
     for token_ids, one in prompts:
         total["logprobs"] += 0 if one.logprobs is None else one.n * (one.max_tokens or 0) * (1 + one.logprobs)
-        total["prompt_logprobs"] += 0 if one.prompt_logprobs is None else len(token_ids) * (1 + one.prompt_logprobs)
+        of_prompt = 0 if one.prompt_logprobs is None else len(token_ids) * (1 + one.prompt_logprobs)
+        total["prompt_logprobs"] += one.n * of_prompt
     return total
 
 

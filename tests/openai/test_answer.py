@@ -217,6 +217,15 @@ def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
             [{"max_tokens": 20}, {"logprobs": 0}, {"logprobs": None}],
             "lower max_tokens",
         ),
+        *(
+            ({"prompt": [[5] * 300] * 2, "n": 100, shown: True}, [{"n": 60}], "60000 tokens, n times; at most 40000")
+            for shown in ("echo", "return_token_ids")
+        ),
+        (
+            {"prompt": [5] * 300, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 0},
+            [{"n": 50}, {"logprobs": 5}],
+            "prompt_logprobs: up to 806400 for all tokens",
+        ),
         ({"prompt": "ab " * 2**19, "truncate_prompt_tokens": 5}, [], "at most 1048576, also to be cut"),
     ],
 )
@@ -224,6 +233,7 @@ def test_what_takes_too_much_memory_is_refused(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, changes: Any, fewer: list[Any], message: str
 ) -> None:
     monkeypatch.setattr(answer_module, "_MOST_PROMPT_TOKENS", 3000)
+    monkeypatch.setattr(answer_module, "_MOST_REPEATED_TOKENS", 40_000)
     asked = TEXT | {"max_tokens": 1, "temperature": 1} | changes
     with pytest.raises(RequestError, match=message):
         run(answer_module._prompts(parsed(asked), engine))
@@ -248,8 +258,9 @@ def test_large_answers_are_made_beside_the_event_loop(engine: AsyncEngine, monke
         return whole(*args)
 
     monkeypatch.setattr(answer_module.Answer, "whole", noted)
-    for num_prompts in (1, 12):
-        request = parsed(TEXT, prompt=[[5] * 100] * num_prompts, max_tokens=1, prompt_logprobs=20)
+    for num_prompts, n in ((1, 1), (12, 1), (1, 12)):
+        prompts = [[5] * 100] * num_prompts
+        request = parsed(TEXT, prompt=prompts, n=n, temperature=1, max_tokens=1, prompt_logprobs=20)
         response = run(respond(request, engine, SERVED, name="x", created=1))
         assert len(response.choices[-1].prompt_logprobs) == 100
     assert made_in[0] == threading.main_thread().name
