@@ -232,6 +232,7 @@ class Answer:
         self._make_parser, self._has_short_ids = make_parser, has_short_ids
         self._called: set[int] = set()  # choices with calls
         self._parsers: dict[int, OutputParser] = {}
+        self._spaces: dict[int, list[str]] = {}  # what parsers get with the text after it
         self._num_characters = self._num_of_reasoning = 0
         self._is_chat = isinstance(request, ChatRequest)
         self._id = f"chatcmpl-{name}" if self._is_chat else f"cmpl-{name}"
@@ -359,8 +360,13 @@ class Answer:
         if self._make_parser is None:
             return one, [], ""
         if index not in self._parsers:
-            self._parsers[index] = self._make_parser()
-        pieces = self._parsers[index].feed(one.text, finished=one.finished)
+            self._parsers[index], self._spaces[index] = self._make_parser(), []
+        spaces = self._spaces[index]
+        spaces.append(one.text)
+        if not (one.finished or one.text.strip()):  # parsers would search all of a long run of spaces for each token
+            return replace(one, text=""), [], ""
+        pieces = self._parsers[index].feed("".join(spaces), finished=one.finished)
+        spaces.clear()
         thought = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
         calls = []
         for number, of_call in itertools.groupby(

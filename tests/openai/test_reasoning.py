@@ -1,15 +1,19 @@
 """Reasoning is found in the texts of each style, wherever the text is cut, and has its place in answers."""
 
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import openai.types.chat as official
 import pytest
+from msgspec import UNSET
 
 from rayspec import SamplingParams
+from rayspec.decode.output import TokenTexts
 from rayspec.openai.items import ResponsesRequest
 from rayspec.openai.parsers import HERMES, CallParser, HarmonyParser, OutputParser, ThinkParser, reasoning_style
 from rayspec.openai.requests import ChatRequest
+from rayspec.openai.responses import Answer
 from rayspec.types import CompletionOutput, RequestOutput
 from tests.openai.scripted import Read, ScriptedEngine, joined, require_one_reading, streamed_events, whole_answer
 
@@ -79,6 +83,24 @@ def test_any_text_has_one_reading(make: Make) -> None:
     require_one_reading(make, words, 300)
 
 
+def said(text: str, token_ids: Sequence[int] = (), prompt: Sequence[int] = (), *, is_last: bool) -> RequestOutput:
+    one = CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason="stop" if is_last else None)
+    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=tuple(prompt), outputs=[one], finished=is_last)
+
+
+def test_a_long_run_of_spaces_is_searched_once() -> None:
+    texts = [" " * 600_000, *(" " for _ in range(1000)), "Hm.</think>So.", " ", "\n", "Yes."]
+    for make in (inside, with_calls):
+        request = ChatRequest.parse({"model": "m", "messages": messages("a"), "stream": True})
+        answer = Answer(request, TokenTexts(ScriptedEngine.tokenizer), name="7", created=9, model="m", make_parser=make)
+        outputs = [said(text, is_last=at == len(texts)) for at, text in enumerate(texts, start=1)]
+        start_s = time.process_time()
+        deltas: list[Any] = [chunk.choices[0].delta for output in outputs for chunk in answer.chunks(0, output)]
+        assert time.process_time() - start_s < 0.5
+        assert "".join(one.reasoning for one in deltas if one.reasoning is not UNSET) == "Hm."
+        assert "".join(one.content for one in deltas if one.content is not UNSET) == "So. \nYes."
+
+
 class Says(ScriptedEngine):
     """Answers with a text, of which each piece of a stream has a sign."""
 
@@ -99,11 +121,7 @@ class Says(ScriptedEngine):
 
     def _said(self, prompt: Sequence[int], text: str, *, is_last: bool) -> RequestOutput:
         token_ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        reason: Any = "stop" if is_last else None
-        one = CompletionOutput(index=0, text=text, token_ids=token_ids, finish_reason=reason)
-        return RequestOutput(
-            request_id="r", prompt=None, prompt_token_ids=tuple(prompt), outputs=[one], finished=is_last
-        )
+        return said(text, token_ids, prompt, is_last=is_last)
 
 
 def asked(kind: Any, engine: Says, **body: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
