@@ -33,6 +33,7 @@ _HTTP_URI = re.compile(rb"https?://(?P<host>[^/?]+)(?P<target>.*)", re.IGNORECAS
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that dashboards and alerts find it
 _SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
+_BYTES_OF_HEADER = 32  # more than its text, as in HTTP/2
 _FREE_CHUNKS, _BYTES_OF_CHUNK = 1000, 64
 _MOST_DROPPED_BYTES = 2**28  # more than a file for batches has by default
 
@@ -110,7 +111,8 @@ class _Parser(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
-            if len(event.target) + sum(map(len, itertools.chain.from_iterable(event.headers))) > _SLICE_BYTES:
+            num_bytes = len(event.target) + sum(map(len, itertools.chain.from_iterable(event.headers)))
+            if num_bytes + _BYTES_OF_HEADER * len(event.headers) > _SLICE_BYTES:
                 raise h11.RemoteProtocolError("too long headers")
             if (uri := _HTTP_URI.fullmatch(event.target)) is not None:
                 others = [(name, value) for name, value in event.headers if name != b"host"]

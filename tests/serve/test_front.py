@@ -96,6 +96,7 @@ def code_of(body: bytes) -> str:
         b"connection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\nsec-websocket-key: YQ==\r\n",
         b"x-strange: \xff\xfe\r\n",
         b"x-long: " + b"a" * 16_000 + b"\r\n",
+        b"".join(b"x-%d: a\r\n" % number for number in range(100)),
     ],
 )
 def test_a_body_is_read_whatever_stands_before_it(address: tuple[str, int], headers: bytes) -> None:
@@ -112,6 +113,7 @@ def test_a_body_is_read_whatever_stands_before_it(address: tuple[str, int], head
         POST + b"content-length: " + b"9" * 5000 + b"\r\n\r\n",
         POST + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n",
         *(POST + b"x-long: " + b"a" * num_bytes + b"\r\n\r\n" for num_bytes in (2**14, 2**15, 2**17)),
+        POST + b"a:\r\n" * 600 + b"\r\n",
         POST + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 2000,
     ],
 )
