@@ -36,6 +36,9 @@ STARTING = ApiError(503, "starting", "The model is starting. Please try again la
 GONE = ApiError(503, "engine_dead", "The engine cannot serve this request now. Please try again later.")
 ENDING = ApiError(503, "shutting_down", "The endpoint is shutting down. Please try another, or again later.")
 OVERRUN = ApiError(429, "rate_limit_exceeded", "The endpoint has too many requests at once. Please try again later.")
+NO_STORE = ApiError(
+    503, "store_unavailable", "The folder of files and batches cannot be used now. Please try again later."
+)
 NOT_JSON = ApiError(
     415, "unsupported_media_type", "Send the body as JSON, with the header 'Content-Type: application/json'."
 )
@@ -304,7 +307,7 @@ class Entry:
             self._arriving.pop(late, None)
 
     def client(self, request: Request) -> str:
-        """Return what stands for the client of an admitted request: its key, or its network."""
+        """Return what stands for the client of a request: its key, or its network."""
         owner = self.keys.owner(request.headers.get("authorization"))
         return owner or network_of(request.client and request.client.host)
 
@@ -320,7 +323,8 @@ class Entry:
             try:
                 with ExitStack() as held:
                     if not has_cost:
-                        held.enter_context((self.gets if needs_key else self.free).admit())
+                        admission = self.gets if needs_key else self.free
+                        held.enter_context(admission.admit(client=self.client(Request(scope))))
                     self._check(headers, has_cost=has_cost, needs_key=needs_key)
                     await app(scope, held.enter_context(self.admitted(receive)) if has_cost else receive, send)
             except Refused as refused:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, AsyncExitStack, ExitStack
+from functools import wraps
 from typing import IO, Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
+from rayspec.errors import reason_of
 from rayspec.openai.batch import Batch, BatchRequest, Deleted, FileObject, Page, PageRequest
 from rayspec.openai.protocol import InvalidRequestError
-from rayspec.serve.access import Places, json_response
-from rayspec.serve.batch_store import BatchStore, new_id
+from rayspec.serve.access import NO_STORE, Places, Refused, json_response
+from rayspec.serve.batch_store import STORE_ERRORS, BatchStore, new_id
 from rayspec.serve.bodies import BodyReader, read_form
 from rayspec.serve.calls import while_connected
 from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
 
+_logger = logging.getLogger(__name__)
 _MOST_PURPOSE = 4096
 _DISABLED = "this endpoint keeps no files and runs no batches: it is to be started with --batches FOLDER"
 _FORM = {
@@ -79,9 +83,10 @@ def add_batch_routes(
         ("GET", "/v1/files/{object_id}", of_object(BatchStore.file), FileObject),
         ("DELETE", "/v1/files/{object_id}", of_object(BatchStore.delete_file), Deleted),
     ):
-        app.add_api_route(path, route, methods=[method], responses=described.answers(answer))
+        app.add_api_route(path, _told(route), methods=[method], responses=described.answers(answer))
 
     @app.post("/v1/batches", **described.takes(BatchRequest, Batch))
+    @_told
     async def create_batch(request: Request) -> Response:
         with ExitStack() as held:
             asked, _ = await bodies.read(request, BatchRequest, held)
@@ -90,14 +95,30 @@ def add_batch_routes(
         return json_response(batch)
 
     @app.post("/v1/files", responses=described.answers(FileObject), openapi_extra=_TAKES_FORM)
+    @_told
     async def upload_file(request: Request) -> Response:
         return json_response(await _upload(request, store(), options))
 
     @app.get("/v1/files/{object_id}/content", responses=_CONTENT, response_class=Response)
+    @_told
     async def file_content(object_id: str) -> Response:
         pieces = _pieces(await asyncio.to_thread(store().open_file, object_id))
         headers = {"x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+
+
+def _told(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    """Return the route with Refused in place of an error of the store, which the log tells."""
+
+    @wraps(route)
+    async def told(*args: Any, **fields: Any) -> Response:
+        try:
+            return await route(*args, **fields)
+        except STORE_ERRORS as error:
+            _logger.warning("the folder of files and batches cannot be used now: %s", reason_of(error))
+            raise Refused(NO_STORE) from error
+
+    return told
 
 
 async def _upload(request: Request, store: BatchStore, options: ServeOptions) -> FileObject:

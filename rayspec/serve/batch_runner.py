@@ -17,12 +17,13 @@ from typing import IO, Any, Literal
 import msgspec
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from rayspec.errors import reason_of
 from rayspec.openai.answer import end_tasks
 from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
 from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.responses import json_body
 from rayspec.serve.access import BUSY, Places, Refused
-from rayspec.serve.batch_store import BatchStore
+from rayspec.serve.batch_store import STORE_ERRORS, BatchStore
 from rayspec.serve.calls import Deadline, fetch
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.watch import replicas_of
@@ -80,7 +81,9 @@ class BatchRunner:
             except ConfigError as error:
                 logger.log(logging.DEBUG if self._has_told else logging.WARNING, "the batches wait: %s", error)
                 self._has_told = True
-            except Exception:  # logged, and tried again
+            except STORE_ERRORS as error:  # tried again, as below
+                logger.warning("the batches cannot be looked at now: %s", reason_of(error))
+            except Exception:
                 logger.exception("the batches cannot be looked at now")
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), _LOOK_EVERY_S)
@@ -123,7 +126,9 @@ class BatchRunner:
             if batch.status not in FINAL:
                 await BatchRun(batch, self._store, self._max_lines, partial(self._answer, batch.id)).run()
             self._woken.set()
-        except Exception:  # logged, and tried again
+        except STORE_ERRORS as error:  # tried again, as below
+            logger.warning("batch %s cannot go on now: %s", batch.id, reason_of(error))
+        except Exception:
             logger.exception("batch %s cannot go on now", batch.id)
         finally:
             self._known.pop(batch.id, None)  # first: the thread of `_waiting` looks at `_runs` before

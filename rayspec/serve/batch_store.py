@@ -27,7 +27,7 @@ from typing import IO, Literal, TypeVar
 import msgspec
 from typing_extensions import Self
 
-from rayspec.command.locations import PARTIAL_SUFFIX, Location, limited_lines
+from rayspec.command.locations import FILE_ERRORS, PARTIAL_SUFFIX, Location, UnreadableFileError, limited_lines
 from rayspec.openai.batch import (
     FINAL,
     MAX_LINE_BYTES,
@@ -51,13 +51,14 @@ _ID = re.compile(r"(file-|batch_)[0-9a-f]{32}")
 _MOST_NAME = 255
 _MOST_BATCHES, _FEW_BATCHES, _MOST_FILES = 100, 20, 10_000
 T = TypeVar("T")
+STORE_ERRORS = (*FILE_ERRORS, UnreadableFileError)  # of a store that fails
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStore:
-    """Files and batches in a folder. All methods block, and raise OSError where the store fails. Unknown and malformed
-    ids raise InvalidRequestError, and so do entries that cannot be read; the log names these once. Ids sort by time.
-    clock: returns Unix seconds."""
+    """Files and batches in a folder. All methods block, and raise STORE_ERRORS where the store fails. Unknown and
+    malformed ids raise InvalidRequestError, and so do entries that cannot be read; the log names these once. Ids sort
+    by time. clock: returns Unix seconds."""
 
     folder: Location
     clock: Callable[[], float] = time.time

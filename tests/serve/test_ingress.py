@@ -12,6 +12,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -20,10 +21,11 @@ import pytest
 from fastapi import FastAPI
 from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from rayspec.openai.responses import ModelCard
 from rayspec.serve import access
-from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Places, Refused, allowed_host, network_of
+from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Entry, Places, Refused, allowed_host, network_of
 from rayspec.serve.calls import while_connected
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import LLMConfig, ServeOptions
@@ -380,6 +382,65 @@ def test_each_client_has_a_share_of_what_is_admitted() -> None:
             under_way.enter_context(admission.admit(1, f"client {number}"))
         with pytest.raises(Refused), admission.admit(1, "one of many clients"):
             pass
+
+
+def test_a_client_that_keeps_many_answers_leaves_places_to_others() -> None:
+    """As one that downloads large files slowly."""
+    posts, gets = (Admission(2, refusal=BUSY) for _ in range(2))
+    entry = Entry(keys=ApiKeys.of(["a", "b"]), hosts=(), origins=(), posts=posts, gets=gets)
+
+    async def scenario() -> None:
+        end = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await end.wait()
+            await Response()(scope, receive, send)
+
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app=entry.guarded(app, open_paths=())), base_url="http://localhost"
+        ) as http:
+            asked = []
+            for key in ("a", "a", "a", "b"):
+                asked.append(asyncio.create_task(http.get("/", headers={"authorization": f"Bearer {key}"})))
+                await asyncio.sleep(0.01)
+            end.set()
+            assert [(await one).status_code for one in asked] == [200, 200, 429, 200]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+FILE = "file-" + "0" * 32
+FORM = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n1\r\n--b--\r\n'
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "broken"),
+    [
+        ("GET", "/v1/files", "files"),
+        ("GET", "/v1/files", f"files/{FILE}/file.json/folder"),
+        ("GET", "/v1/batches", "batches"),
+        *((method, f"/v1/files/{FILE}", f"files/{FILE}/file.json/folder") for method in ("GET", "DELETE")),
+        ("GET", f"/v1/files/{FILE}/content", f"files/{FILE}/file.json/folder"),
+        ("POST", "/v1/batches", f"files/{FILE}/file.json/folder"),
+        ("POST", "/v1/files", "files"),
+    ],
+)
+def test_a_store_that_fails_is_no_fault_of_the_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, path: str, broken: str
+) -> None:
+    """A file is in the place of a folder, or the other way round."""
+    place = tmp_path / broken
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.touch()
+    is_upload = (method, path) == ("POST", "/v1/files")
+    headers = {"content-type": "multipart/form-data; boundary=b"} if is_upload else JSON
+    body = {"input_file_id": FILE, "endpoint": "/v1/completions", "completion_window": "24h"}
+    content: Any = FORM if is_upload else body if method == "POST" else b""
+    answer = asked(method, path, headers=headers, content=content, ingress=ingress_of(batches=str(tmp_path)))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+    assert str(tmp_path) not in answer.text
+    (record,) = (one for one in caplog.records if one.name == "rayspec.serve.batch_routes")
+    assert record.exc_info is None
 
 
 @pytest.mark.parametrize(
