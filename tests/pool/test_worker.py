@@ -10,10 +10,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
+from ray.exceptions import OutOfDiskError, RayTaskError
 
 from rayspec import SamplingParams
 from rayspec.batch.document_task import DocumentTask
@@ -27,12 +30,13 @@ from rayspec.pool import stopped
 from rayspec.pool.worker import (
     CommonDType,
     EngineWorker,
+    NodeLostError,
     RemoteEngine,
     config_of_one,
     cpus_of_replica,
     engines_of_a_place,
 )
-from rayspec.types import ConfigError, RayspecError, RequestError
+from rayspec.types import ConfigError, RayspecError, RequestError, TransportError
 from tests.pool.scripted_engine import Brittle, Scripted, Unlike
 from tests.waiting import freeze
 
@@ -96,6 +100,26 @@ def test_items_travel_together_and_each_has_its_own_result_error_and_end() -> No
             assert isinstance(outcome, EngineDeadError)
         with pytest.raises(EngineDeadError, match="has ended"):
             await engine.handle("late")
+        engine.end()
+
+    asyncio.run(run())
+
+
+def test_without_room_in_rays_store_no_item_is_to_blame() -> None:
+    """Its disk is full too: it may have room later, so rows have no error of their own."""
+    full = OutOfDiskError("Local disk is full")
+
+    async def run() -> None:
+        engine = RemoteEngine(Scripted(EngineConfig(model="demo")))
+        await engine.load()
+        engine._actor, actor = SimpleNamespace(take=Mock(remote=AsyncMock(side_effect=full))), engine._actor
+        engine._reader = asyncio.create_task(asyncio.sleep(60))
+        with pytest.raises(TransportError, match="the item cannot be sent to the engine: Local disk is full"):
+            await engine.handle("large")
+        engine._actor = actor
+        engine._fail(engine._death(RayTaskError("outputs", "", full).as_instanceof_cause()))
+        with pytest.raises(NodeLostError, match="the engine's outputs cannot be sent: Local disk is full"):
+            await engine.handle("other")
         engine.end()
 
     asyncio.run(run())
