@@ -263,7 +263,7 @@ class LLM:
         with naming_the_extra():
             from rayspec.pipeline.loading import load_pipeline  # noqa: PLC0415
             from rayspec.pool.replicas import Replicas  # noqa: PLC0415
-            from rayspec.ray_session import ray_session  # noqa: PLC0415
+            from rayspec.ray_session import ray_session, refuse_client  # noqa: PLC0415
             from rayspec.request_engine import RequestEngineFactory  # noqa: PLC0415
 
         client: Client
@@ -273,6 +273,7 @@ class LLM:
             if config.parallel is None or config.parallel.replicas == 1:
                 client = EngineLoop(load_pipeline(config))
             else:
+                refuse_client()
                 client = Replicas(RequestEngineFactory(config), load_tokenizer(config))
             # At exit this hook runs before the hook of Ray, which was registered earlier.
             end = partial(_shut_down, weakref.ref(self))

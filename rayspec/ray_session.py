@@ -132,6 +132,16 @@ def require_listener(address: str) -> None:
         socket.create_connection((host, int(port)), _CONNECT_S).close()
 
 
+def refuse_client() -> None:
+    """Raise ConfigError for an address of Ray's client (ray://), which has no streams of actors and tasks."""
+    address = ray_address() or ""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"RAY_ADDRESS is {address!r}, of Ray's client, which cannot stream: use 'auto' or HOST:PORT on a node of "
+            "the cluster, or `ray job submit`"
+        )
+
+
 @contextmanager
 def _own_groups() -> Iterator[None]:
     """Put each process that Ray starts meanwhile into a process group of its own. A signal to the group of this one, as

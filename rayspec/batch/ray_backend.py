@@ -24,7 +24,7 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.pipeline.placement import gpus_per_shard
 from rayspec.pool.supervisor import EnginePool
 from rayspec.pool.worker import EngineFactory
-from rayspec.ray_session import ray_session
+from rayspec.ray_session import ray_session, refuse_client
 
 _READ_CPUS = 0.5
 _MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
@@ -40,6 +40,7 @@ class RayBackend(LocalBackend):
 
     @contextmanager
     def session(self, parallel: ParallelOptions | None) -> Iterator[None]:
+        refuse_client()
         with ray_session(parallel.num_cpus if parallel is not None else 0, say), reading():
             yield
 

@@ -20,6 +20,7 @@ from rayspec.batch.input_files import find_files
 from rayspec.batch.job import LocalBackend, Order, Source, in_sample
 from rayspec.batch.ray_backend import _READER_THREADS, RayBackend, reader_threads, reading, rows_of
 from rayspec.batch.rows import Row
+from rayspec.types import ConfigError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -105,6 +106,13 @@ def test_large_parquet_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pyt
 def _slow(row: dict[str, Any]) -> dict[str, Any]:
     time.sleep(1.5)
     return row
+
+
+def test_an_address_of_rays_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no streams: a job ended with a traceback."""
+    monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
+    with pytest.raises(ConfigError, match="of Ray's client, which cannot stream"), RayBackend().session(None):
+        pass
 
 
 def test_a_run_may_stand_still_for_any_time() -> None:
