@@ -117,12 +117,18 @@ def rope_change(config: PretrainedConfig) -> tuple[str, int] | None:
     """Return the type of a rotary embedding that changes with the length of the batch, and the length up to which it
     does not; None for other embeddings."""
     rope = getattr(config, "rope_parameters", None) or {}
-    for parameters in rope.values() if all(isinstance(v, dict) for v in rope.values()) else [rope]:
-        if isinstance(parameters, dict) and parameters.get("rope_type") in _RESCALED_ROPE:
+    for parameters in _of_layer_types(rope) or [rope]:
+        if parameters.get("rope_type") in _RESCALED_ROPE:
             original = parameters.get("original_max_position_embeddings")
             limit: int = original or getattr(config, "original_max_position_embeddings", config.max_position_embeddings)
             return parameters["rope_type"], limit
     return None
+
+
+def _of_layer_types(rope: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameters of each layer type; [] where all layers have the same. A file may have both forms at once,
+    as transformers 5.10 saves Gemma 3: then those of the layer types count."""
+    return [parameters for parameters in rope.values() if isinstance(parameters, dict)]
 
 
 def why_context_ends(config: PretrainedConfig) -> str:
@@ -164,7 +170,7 @@ def outline(model: PreTrainedModel, *, layers: range | None = None) -> Decomposi
     layout = next((layout for layout in LAYOUTS if set(filter(None, layout)) == norms), None)
     if layout is None:
         raise UnsupportedModelError(f"{config.model_type}: unknown arrangement of norms {sorted(norms)}")
-    typed_rope = all(isinstance(v, dict) for v in (getattr(config, "rope_parameters", None) or {"": None}).values())
+    typed_rope = bool(_of_layer_types(getattr(config, "rope_parameters", None) or {}))
     sublayers: list[Sublayer] = []
     for number in numbers:
         layer: Any = all_layers[number]

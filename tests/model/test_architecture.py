@@ -33,6 +33,15 @@ def test_a_family_splits_into_attention_and_mlp(family: str) -> None:
     assert len(parts.curve_names) == 8
 
 
+def test_rotary_embeddings_of_layer_types_count_where_a_file_has_other_parameters_too() -> None:
+    rope: dict[str, Any] = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    rope |= {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}}
+    model = build("gemma3_text", rope_parameters=rope | {"rope_type": "default", "rope_theta": None})
+    assert model.config.rope_parameters.keys() > rope.keys()
+    layer_types = [sublayer.layer_type for sublayer in decompose(model).sublayers]
+    assert layer_types == [one for one in model.config.layer_types for _ in range(2)]
+
+
 def test_sublayers_that_are_other_work_have_curves_of_their_own() -> None:
     names = modules_of(checkpoint("qwen3_moe")).curve_names
     assert len({names[1], names[3]}) == 2
