@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""`rayspec job openai-batch` as a script: it answers an OpenAI batch file, whose lines are for /v1/chat/completions or
-/v1/completions.
+"""`rayspec job openai-batch` as a script: it answers an OpenAI batch file, whose lines are for /v1/chat/completions,
+/v1/completions or /v1/responses.
 
     ray job submit --working-dir . -- python jobs/openai_batch.py --model MODEL --output OUT batch.jsonl
 

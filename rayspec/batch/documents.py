@@ -246,20 +246,24 @@ class _Unread:
         if b"\0" in file.peek(4)[:4]:
             raise _like_utf16(name)
         self.text, self.place = "", 0
-        self._file, self._name = io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), name
+        self._file, self._name, self._num_bytes = file, name, 0
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
 
     def more(self) -> bool:
         """Drop the text before `place`, and read as much as is left, up to twice the size of a row. Return whether the
         file had more."""
         num_left = len(self.text) - self.place
+        content = self._file.read(max(_BYTES_PER_READ, min(num_left, 2 * _MAX_TEXT_BYTES - num_left)))
+        self._num_bytes += len(content)
         try:
-            added = self._file.read(max(_BYTES_PER_READ, min(num_left, 2 * _MAX_TEXT_BYTES - num_left)))
+            added = self._decoder.decode(content, final=not content)
         except UnicodeDecodeError as error:
-            problem = f"{self._name}: not UTF-8 ({error.reason}); convert the file to UTF-8"
+            start = self._num_bytes - len(error.object) + error.start
+            problem = f"{self._name}: not UTF-8 at byte {start}: {error.reason}; convert the file to UTF-8"
             raise InputFileError(problem, "not_utf8") from error
-        if added:
+        if content:
             self.text, self.place = self.text[self.place :] + added, 0
-        return bool(added)
+        return bool(content)
 
     def next(self) -> str:
         """Go on to the next sign that separates no rows, and return the sign; "" at the end."""

@@ -13,6 +13,7 @@ from rayspec.types import UnsupportedModelError
 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
 _COUNTS = (2, 4)  # tokens of the passes: fewer than any sliding window
+_NUM_FLOWING = 5  # tokens of a pass, unlike the usual numbers of states of a token
 
 
 def decoder_layers(model: Any, config: PretrainedConfig) -> nn.ModuleList:
@@ -82,7 +83,8 @@ class Flow(NamedTuple):
 def layer_flow(model: Any) -> Flow:
     """Return the flow of a model on the meta device. Its states are cut before every layer, so that a derivative shows
     what else a layer reads. Raises UnsupportedModelError for a model that cannot run there, or whose layers do not
-    each run once, on the output of the layer before, and before final norm and head."""
+    each run once, on the output of the layer before, and before final norm and head, or whose states are not
+    [..., tokens, numbers], as those of hyper-connections."""
     layers = list(decoder_layers(model, model.config))
     ends = [getattr(model.base_model, "norm", None), model.get_output_embeddings()]
     seen: list[tuple[nn.Module, Tensor]] = []  # modules that run, and the states that they get
@@ -112,7 +114,7 @@ def layer_flow(model: Any) -> Flow:
     handles += [each.register_forward_pre_hook(enter, with_kwargs=True) for each in {*layers, *filter(None, ends)}]
     handles += [each.register_forward_hook(lambda _module, _given, output: outputs.append(output)) for each in layers]
     try:
-        logits = meta_pass(model, 2).logits
+        logits = meta_pass(model, _NUM_FLOWING).logits
         rows = [output if isinstance(output, tuple) else (output,) for output in outputs]
         is_chain = (
             [module for module, _ in seen[: len(layers)]] == layers
@@ -120,8 +122,9 @@ def layer_flow(model: Any) -> Flow:
             and all(is_all_of(hidden, before[0]) for (_, hidden), before in zip(seen[1:], rows[:-1], strict=False))
             and not any(id(other) in gets for output in rows for other in output[1:] if other is not None)
         )
-        if not is_chain:
-            raise UnsupportedModelError(f"{model.config.model_type}: its layers do not simply follow one another")
+        if not is_chain or any(_NUM_FLOWING in output[0].shape[:-2] for output in rows):
+            why = "pass on several states of a token" if is_chain else "do not simply follow one another"
+            raise UnsupportedModelError(f"{model.config.model_type}: its layers {why}")
         firsts, reads_embedding = [], False  # the first layer whose states each layer, and the head, reads
         for number, states in enumerate([*(output[0] for output in rows[1:]), logits], start=1):
             own = leaves[: min(number, len(layers) - 1)]

@@ -1,3 +1,5 @@
+import bz2
+import codecs
 import csv
 import gzip
 import io
@@ -421,6 +423,16 @@ def test_a_folder_of_hugging_faces_save_to_disk_is_its_rows(tmp_path: Path) -> N
     (tmp_path / "set" / "dataset_dict.json").write_text("{}", encoding="utf-8")
     assert [row.document for row in read(tmp_path / "set")] == [f"{s} {n}" for s in ("test", "train") for n in range(3)]
     assert "cache-1f2e3d.arrow (2), dataset_info.json (2), state.json (2)" in str(find_files([str(tmp_path)]).warning)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.bz2"])
+def test_the_place_of_bytes_that_are_not_utf8_is_named(tmp_path: Path, name: str) -> None:
+    content = codecs.BOM_UTF8 + b"[" + b'{"text": "caf\xc3\xa9"}\n' * 80_000
+    bad = content + b'{"text": "caf\xe9"}]'
+    (tmp_path / name).write_bytes(bz2.compress(bad, 1) if name.endswith(".bz2") else bad)
+    *good, row = read(tmp_path / name)
+    assert len(good) > 1
+    assert f"{name}: not UTF-8 at byte {len(content) + 13}: invalid continuation byte; convert" in str(row.error)
 
 
 @pytest.mark.parametrize(

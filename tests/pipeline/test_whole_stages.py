@@ -164,11 +164,17 @@ def test_a_shard_is_not_replaced_by_one_with_other_weights(tmp_path: Path) -> No
             assert "stage-1 loaded other weights than the shard before it" in str(output.error)
 
 
-# The first runs its final norm before the layers, too. Layers of the others return what the next layer reads.
-@pytest.mark.parametrize("family", ["nanochat", "zaya", "glm_moe_dsa"])
-def test_layers_that_stages_cannot_divide_are_refused_before_they_are_loaded(family: str) -> None:
+# The first runs its final norm before the layers, too. Layers of the next two return what the next layer reads.
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        *[(each, "do not simply follow one another") for each in ("nanochat", "zaya", "glm_moe_dsa")],
+        ("deepseek_v4", "its layers pass on several states of a token"),
+    ],
+)
+def test_layers_that_stages_cannot_divide_are_refused_before_they_are_loaded(family: str, why: str) -> None:
     sizes = model_sizes(every_type.config_of(family), dtype=torch.float32, may_split=False)
-    assert sizes.why_whole.endswith("do not simply follow one another")
+    assert sizes.why_whole.endswith(why)
 
 
 @pytest.mark.parametrize(

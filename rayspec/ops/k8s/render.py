@@ -139,6 +139,12 @@ def _gpu_pods(
             "lower it or raise gpus_per_node"
         )
     gpus = parse_gpus(placement.options.gpus)
+    of_amd = next((gpu.name for gpu in gpus if gpu.name.startswith("MI")), None)
+    if of_amd is not None and options.gpu_resource.startswith("nvidia.com/"):
+        raise ConfigError(
+            f"option 'gpu_resource' is {options.gpu_resource!r}, but {of_amd} is of AMD: set it to amd.com/gpu, and "
+            "image to one with torch for ROCm"
+        )
     if not are_ranks_alike(gpus[: tensor * len(placement.stages)], tensor):
         raise ConfigError(
             f"option 'tensor' is {tensor}, of the GPUs {options.gpus!r}: the ranks of a stage share a pod with GPUs of "

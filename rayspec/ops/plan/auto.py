@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PretrainedConfig
 
@@ -15,7 +16,7 @@ from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import resolve_max_model_len
 from rayspec.machine import ray_address
 from rayspec.model.sizes import quantisation_of
-from rayspec.model.weights import load_config
+from rayspec.model.weights import in_one_line, load_config
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, ask_torch, gpu_called, gpus_spec
 from rayspec.ops.plan.options import PlanOptions
@@ -24,6 +25,8 @@ from rayspec.ray_session import ray_session
 from rayspec.types import ConfigError
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_S = 180.0  # a process of torch starts on each node
 
 
 def with_layout(config: EngineConfig) -> EngineConfig:
@@ -68,7 +71,7 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
 
 def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
     """Return the GPUs of each node with GPUs. There is a cluster if RAY_ADDRESS is set or this process is connected.
-    Raises ConfigError for an unknown GPU."""
+    Raises ConfigError for an unknown GPU, and for nodes that do not answer."""
     seen: Sequence[Sequence[tuple[str, int]]]
     if ray_address() is None and not ray.is_initialized():
         here = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -78,12 +81,20 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
             nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
             counts = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]}
             look = ray.remote(_gpus_of_node).options(num_cpus=0)
-            asked = [
-                (look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(), count)
+            asked = {
+                look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): count
                 for node, count in counts.items()
                 if count
-            ]
-            seen = [ray.get(answer)[:count] for answer, count in asked]
+            }
+            try:
+                answers = ray.get(list(asked), timeout=_ANSWER_S)
+            except RayError as error:
+                reason = in_one_line(getattr(error, "cause", None) or error)
+                raise ConfigError(
+                    f"option 'parallel' is 'auto', but not all nodes with GPUs say within {_ANSWER_S:.0f} s which they "
+                    f"have ({reason}): try again, name the layout, or run rayspec doctor --address auto"
+                ) from error
+            seen = [answer[:count] for answer, count in zip(answers, asked.values(), strict=True)]
     return tuple(tuple(gpu_called(name, num_bytes) for name, num_bytes in node) for node in seen if node)
 
 

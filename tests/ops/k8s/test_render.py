@@ -70,6 +70,11 @@ def test_pods_hold_the_stages_of_the_plan() -> None:
     }
 
 
+def test_gpus_of_amd_have_the_resource_that_is_named() -> None:
+    [group] = workers(resource(service(**LLAMA_70B, gpus="8xMI300X", gpu_resource="amd.com/gpu")))
+    assert limits(group).keys() == {"cpu", "memory", "amd.com/gpu"}
+
+
 @pytest.mark.parametrize(("stages", "gpus_per_node", "pods", "gpus_of_a_pod"), [(14, 8, 2, 7), (16, 6, 3, 6)])
 def test_stages_are_on_as_few_nodes_as_will_do(stages: int, gpus_per_node: int, pods: int, gpus_of_a_pod: int) -> None:
     plan = planned(**LLAMA_70B, gpus="16xH100-80G", stages=stages, gpus_per_node=gpus_per_node)
@@ -189,6 +194,7 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
         ),
         (LLAMA_70B | {"gpus": "2xH200-141G,4xA100-80G", "stages": 6, "replicas": 2}, "Ray would mix"),
         (LLAMA_70B | {"gpus": "2xA100-80G,2xH200-141G,2xA100-80G", "stages": 6}, "side by side"),
+        (LLAMA_70B | {"gpus": "8xMI300X"}, "'gpu_resource' is 'nvidia.com/gpu', but MI300X is of AMD.*amd.com/gpu"),
         (LLAMA_70B, "options 'gpus' and 'cpus' are None and None"),
         (DEMO | {"inputs": ("a",)}, "option 'inputs' is of a job, not of a service"),
         (DEMO | {"replicas": 2, "max_replicas": 1}, "option 'max_replicas' is 1"),

@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import ray
 from transformers import LlamaConfig
 
 from rayspec import LLM, demo
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import resolve_max_model_len
+from rayspec.ops.plan import auto
 from rayspec.ops.plan.auto import found_gpus, laid_out
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, parse_gpus
@@ -86,3 +88,13 @@ def test_without_gpus_the_model_is_in_this_process() -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_cluster_without_gpus_has_none() -> None:
     assert found_gpus() == ()
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_cluster")
+def test_nodes_that_do_not_say_which_gpus_they_have_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive = [{**node, "Resources": {"GPU": 1}} for node in ray.nodes()]
+    monkeypatch.setattr(ray, "nodes", lambda: alive)
+    monkeypatch.setattr(auto, "_ANSWER_S", 0.0)
+    with pytest.raises(ConfigError, match=r"not all nodes with GPUs say within 0 s which \(.*name the layout"):
+        found_gpus()
