@@ -23,6 +23,7 @@ _ROOT = Path("/")
 _SCHEDULING = {"x86_64": (314, 315), "aarch64": (274, 275)}
 _ATTRIBUTES = struct.Struct("IIQiIQQQ")
 _FAIR, _LONGEST_TURN_NS = (0, 3), 100_000_000
+_PAGES = {"MemTotal": "PHYS", "MemAvailable": "AVPHYS"}
 # Memory that the kernel takes back when somebody needs it, by version of control groups.
 _RECLAIMABLE = {
     1: ("total_inactive_file", "total_active_file"),
@@ -168,8 +169,9 @@ def _integers(path: Path) -> list[int | None]:
 
 
 def _meminfo(root: Path) -> dict[str, int]:
-    lines = _lines(root / "proc/meminfo")
-    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    sizes = {name: os.sysconf(f"SC_{pages}_PAGES") * os.sysconf("SC_PAGE_SIZE") for name, pages in _PAGES.items()}
+    lines = _lines(root / "proc/meminfo")  # none in a sandbox without /proc
+    return sizes | {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
 def _cpuinfo(root: Path, name: str) -> str:

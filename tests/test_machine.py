@@ -71,6 +71,11 @@ def test_in_cgroup_v2(tmp_path: Path, files: Mapping[str, str], available: int, 
     assert num_cores(root, affinity=1) == 1
 
 
+def test_memory_is_known_without_proc(tmp_path: Path) -> None:
+    assert 0 < bytes_available(tmp_path) <= bytes_in_total(tmp_path)
+    assert bytes_in_total(tmp_path) >= bytes_in_total()
+
+
 def test_the_limits_of_all_groups_above_count(tmp_path: Path) -> None:
     """As for a service of systemd, whose slice has limits too."""
     files = {

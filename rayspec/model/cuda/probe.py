@@ -113,11 +113,16 @@ def keep(path: Path, fault: str | None) -> None:
 
 def probe(shapes: Shapes, *, command: Sequence[str] = _COMMAND, limit_s: float = _LIMIT_S) -> Tried:
     """Try the kernels in a new process for at most `limit_s` seconds; in this one if the new one cannot use the GPU."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     arguments = [*command, msgspec.json.encode(shapes).decode()]
     try:
         ended = subprocess.run(  # noqa: S603 - this interpreter
-            arguments, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit_s, check=False
+            arguments,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+            cwd="/",  # Python would import a json.py of the user's folder
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=limit_s,
+            check=False,
         )
     except subprocess.TimeoutExpired as late:
         return Tried(f"{_said(late.stdout or b'')[-1]} has no result after {limit_s:g} s", is_kept=True)

@@ -108,6 +108,7 @@ def ask_torch(*, hidden_too: bool = False) -> dict[str, Any]:
     done = subprocess.run(  # noqa: S603 - this very Python
         [sys.executable, "-c", _ASK],
         env=environment,
+        cwd="/",  # Python would import a torch.py of the user's folder
         capture_output=True,
         text=True,
         check=True,

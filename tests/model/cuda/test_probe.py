@@ -36,7 +36,12 @@ def _no_verdict_is_known() -> Iterator[None]:
     probe.works.cache_clear()
 
 
-def test_kernels_that_compute_right_pass_in_a_process_of_their_own() -> None:
+def test_kernels_that_compute_right_pass_in_a_process_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which does not import files of the user's folder."""
+    (tmp_path / "json.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     assert probe.probe(structs.replace(SHAPES, has_copies=False)) == Tried(None, is_kept=True)
 
 

@@ -1,7 +1,9 @@
+from pathlib import Path
+
 import pytest
 
 from rayspec.errors import ConfigError
-from rayspec.ops.plan.gpus import KNOWN_GPUS, gpu_called, gpus_of_a_node, parse_gpus
+from rayspec.ops.plan.gpus import KNOWN_GPUS, ask_torch, gpu_called, gpus_of_a_node, parse_gpus
 
 
 def test_gpus_are_listed_in_order() -> None:
@@ -69,6 +71,12 @@ def test_a_near_name_is_suggested(spec: str, hint: str) -> None:
 )
 def test_products_are_known_by_their_drivers_names(product: str, gib: float, label: str) -> None:
     assert gpu_called(product, int(gib * 2**30)).label == label
+
+
+def test_a_file_of_the_users_folder_is_not_taken_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert {"names", "torch", "cuda"} < ask_torch().keys()
 
 
 def test_a_product_that_is_not_known_is_refused_with_a_remedy() -> None:
