@@ -80,9 +80,9 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
         with ray_session():
             nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
             counts = {node["NodeID"]: int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]}
-            look = ray.remote(_gpus_of_node).options(num_cpus=0)
+            look, there = ray.remote(_gpus_of_node), NodeAffinitySchedulingStrategy
             asked = {
-                look.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(): count
+                look.options(num_cpus=0, scheduling_strategy=there(node, soft=False)).remote(): count
                 for node, count in counts.items()
                 if count
             }

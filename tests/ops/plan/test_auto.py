@@ -12,7 +12,7 @@ from rayspec.decode.loading import resolve_max_model_len
 from rayspec.ops.plan import auto
 from rayspec.ops.plan.auto import found_gpus, laid_out
 from rayspec.ops.plan.forecast import rank_layouts
-from rayspec.ops.plan.gpus import Gpu, parse_gpus
+from rayspec.ops.plan.gpus import Gpu, ask_torch, parse_gpus
 from rayspec.ops.plan.options import PlanOptions
 from rayspec.types import ConfigError
 from tests.exhaustive import few_of
@@ -92,9 +92,12 @@ def test_a_cluster_without_gpus_has_none() -> None:
 
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_cluster")
-def test_nodes_that_do_not_say_which_gpus_they_have_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_with_gpus_are_asked_which_they_have_and_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     alive = [{**node, "Resources": {"GPU": 1}} for node in ray.nodes()]
     monkeypatch.setattr(ray, "nodes", lambda: alive)
+    assert [len(node) for node in found_gpus()] == [1] * bool(ask_torch()["names"])
     monkeypatch.setattr(auto, "_ANSWER_S", 0.0)
-    with pytest.raises(ConfigError, match=r"not all nodes with GPUs say within 0 s which \(.*name the layout"):
+    with pytest.raises(ConfigError, match=r"not all nodes with GPUs say within 0 s .*name the layout"):
         found_gpus()
