@@ -70,7 +70,7 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
 
 
 def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
-    """Return the GPUs of each node with GPUs. There is a cluster if RAY_ADDRESS is set or this process is connected.
+    """Return the GPUs of each node with GPUs. There is a cluster if RAY_ADDRESS names one or this process is connected.
     Raises ConfigError for an unknown GPU, and for nodes that do not answer."""
     seen: Sequence[Sequence[tuple[str, int]]]
     if ray_address() is None and not ray.is_initialized():

@@ -91,6 +91,7 @@ def test_a_cluster_without_gpus_has_none() -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("ray_cluster")
 def test_nodes_with_gpus_are_asked_which_they_have_and_not_waited_for_without_end(
     monkeypatch: pytest.MonkeyPatch,
