@@ -10,6 +10,7 @@ import os
 import platform
 import secrets
 import struct
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
@@ -29,6 +30,12 @@ _RECLAIMABLE = {
     1: ("total_inactive_file", "total_active_file"),
     2: ("inactive_file", "active_file", "slab_reclaimable"),
 }
+
+
+def import_path() -> str:
+    """Return PYTHONPATH for a process with another working directory. It finds the modules that this one finds, but
+    none that lie in the working directory (`""`) only, where a user may have a json.py."""
+    return os.pathsep.join([*map(os.path.abspath, filter(None, sys.path)), str(Path(__file__).parents[1])])
 
 
 def ray_address() -> str | None:

@@ -133,12 +133,13 @@ def require_listener(address: str) -> None:
 
 
 def refuse_client() -> None:
-    """Raise ConfigError for an address of Ray's client (ray://), which has no streams of actors and tasks."""
+    """Raise ConfigError where Ray is or would be reached through Ray's client (ray://)."""
     address = ray_address() or ""
-    if address.startswith("ray://"):
+    would_be = address.startswith("ray://")
+    if ray.util.client.ray.is_connected() if ray.is_initialized() else would_be:  # type: ignore[no-untyped-call]
         raise ConfigError(
-            f"RAY_ADDRESS is {address!r}, of Ray's client, which cannot stream: use 'auto' or HOST:PORT on a node of "
-            "the cluster, or `ray job submit`"
+            f"Ray's client (ray://, RAY_ADDRESS is {address!r}) cannot stream results: use 'auto' or HOST:PORT on a "
+            "node of the cluster, or `ray job submit`"
         )
 
 

@@ -74,13 +74,14 @@ async def respond(
     background: the request runs behind other requests, within this limit. logprobs: see `LOGPROBS_AT_ONCE`.
     """
     engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
-    async with _room_for(prompts, logprobs):
+    async with _room_for(request, prompts, logprobs):
         tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
         try:
             outputs = await asyncio.gather(*tasks)
             rows = [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
             size = sum(len(row or ()) for row in rows)
-            size += sum(len(one.outputs) * len(row or ()) for one in outputs for row in one.prompt_logprobs or ())
+            of_prompts = [(one, row) for one in outputs for row in one.prompt_logprobs or ()]
+            size += sum(_num_shown(request, len(one.outputs)) * len(row or ()) for one, row in of_prompts)
             size += sum(len(one.outputs) * len(one.prompt_token_ids) for one in outputs) * _shows_prompts(request)
             size += sum(len(completion.text) for one in outputs for completion in one.outputs)  # parsers read the texts
             return await in_thread_if_large(partial(answer.whole, outputs), size)
@@ -107,7 +108,7 @@ async def stream(
     engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
     num_running, has_begun = len(prompts), False
     together = _stream_together(engine, prompts, interval_s)
-    async with _room_for(prompts, logprobs), aclosing(together) as pieces:
+    async with _room_for(request, prompts, logprobs), aclosing(together) as pieces:
         try:
             async for prompt_index, piece in pieces:
                 num_running -= piece.finished
@@ -191,10 +192,12 @@ async def _prompts(
         raise InvalidRequestError.of("n", f"{problem}, split the request")
     repeats = isinstance(request, ResponsesRequest) and request.stream  # its last four events have all of them
     most = _MOST_LOGPROBS // 4 if repeats else _MOST_LOGPROBS
-    for name, count in _num_logprobs(prompts).items():
+    of_outputs, of_prompts = _num_logprobs(request, prompts)
+    of_prompt = "logprobs" if isinstance(request, CompletionRequest) and request.echo else "prompt_logprobs"
+    for name, count, cost in (("logprobs", of_outputs, "max_tokens"), (of_prompt, of_prompts, f"{of_prompt} or n")):
         if count > most:
             problem = f"up to {count} for all tokens; at most {most} here"
-            raise InvalidRequestError.of(name, f"{problem}, lower max_tokens or split the request")
+            raise InvalidRequestError.of(name, f"{problem}, lower {cost} or split the request")
     return prompts
 
 
@@ -203,19 +206,24 @@ def _shows_prompts(request: Request) -> bool:
     return isinstance(request, CompletionRequest) and (request.echo or request.return_token_ids)
 
 
-def _num_logprobs(prompts: Sequence[Prompt]) -> dict[str, int]:
-    """Return the most log-probabilities of outputs and of prompts, which each of the n completions shows."""
-    total = {"logprobs": 0, "prompt_logprobs": 0}
+def _num_shown(request: Request, n: int) -> int:
+    """Return how often the answer shows the log-probabilities of a prompt: in each completion, or once in a chat."""
+    return n if isinstance(request, CompletionRequest) else 1
+
+
+def _num_logprobs(request: Request, prompts: Sequence[Prompt]) -> tuple[int, int]:
+    """Return the most log-probabilities of outputs and of prompts that the answer shows."""
+    of_outputs = of_prompts = 0
     for token_ids, one in prompts:
-        total["logprobs"] += 0 if one.logprobs is None else one.n * (one.max_tokens or 0) * (1 + one.logprobs)
+        of_outputs += 0 if one.logprobs is None else one.n * (one.max_tokens or 0) * (1 + one.logprobs)
         of_prompt = 0 if one.prompt_logprobs is None else len(token_ids) * (1 + one.prompt_logprobs)
-        total["prompt_logprobs"] += one.n * of_prompt
-    return total
+        of_prompts += _num_shown(request, one.n) * of_prompt
+    return of_outputs, of_prompts
 
 
-def _room_for(prompts: Sequence[Prompt], logprobs: Limit | None) -> AbstractAsyncContextManager[None]:
+def _room_for(request: Request, prompts: Sequence[Prompt], logprobs: Limit | None) -> AbstractAsyncContextManager[None]:
     """Return the context in which a request may run. A request with few log-probabilities does not wait."""
-    count = sum(_num_logprobs(prompts).values())
+    count = sum(_num_logprobs(request, prompts))
     return nullcontext() if logprobs is None or count <= _FEW_LOGPROBS else logprobs.admit(count, room=count)
 
 

@@ -203,7 +203,7 @@ class CallParser:
             elif pattern is _JSON_HEAD and self._is_odd_call(body):
                 return True
             most = _MOST_ODD if pattern is _JSON_HEAD else _MOST_HEAD
-            if match is not None or self._is_last or len(body) > most or not self._may_begin(body):
+            if match is not None or self._is_last or len(self._rest) - mark > most or not self._may_begin(body):
                 self._show(max(space + 1, mark))
                 return False
             yield

@@ -20,6 +20,7 @@ from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 END_OF_EVENTS = b"data: [DONE]\n\n"
+_MOST_SPACES = 256  # pieces of white space in a row that wait for the text after them
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -363,7 +364,8 @@ class Answer:
             self._parsers[index], self._spaces[index] = self._make_parser(), []
         spaces = self._spaces[index]
         spaces.append(one.text)
-        if not (one.finished or one.text.strip()):  # parsers would search all of a long run of spaces for each token
+        # Parsers would search all of a long run of spaces for each token.
+        if not one.finished and len(spaces) < _MOST_SPACES and not one.text.strip(" \t\r\n"):
             return replace(one, text=""), [], ""
         pieces = self._parsers[index].feed("".join(spaces), finished=one.finished)
         spaces.clear()

@@ -46,7 +46,7 @@ WRONG_HOST = ApiError(
     403, "host_not_allowed", "The Host header names no host of this endpoint: use another, or have it allowed there."
 )
 WRONG_ORIGIN = ApiError(403, "origin_not_allowed", "Pages of this origin may not send such a request to this endpoint.")
-MALFORMED = ApiError(400, "invalid_http", "This is no valid HTTP/1.1 request, or its headers have more than 16 KiB.")
+MALFORMED = ApiError(400, "invalid_http", "This is no valid HTTP/1.1 request, or its headers exceed 16 KiB.")
 
 # Java's client asks for HTTP/2 by default. Serve's proxy goes on with HTTP/1.1 then, without the body.
 NO_UPGRADE = ApiError(

@@ -224,7 +224,7 @@ def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
         (
             {"prompt": [5] * 300, "n": 128, "echo": True, "logprobs": 20, "max_tokens": 0},
             [{"n": 50}, {"logprobs": 5}],
-            "prompt_logprobs: up to 806400 for all tokens",
+            "^logprobs: up to 806400 for all tokens; at most 500000 here, lower logprobs or n",
         ),
         ({"prompt": "ab " * 2**19, "truncate_prompt_tokens": 5}, [], "at most 1048576, also to be cut"),
     ],
@@ -239,6 +239,12 @@ def test_what_takes_too_much_memory_is_refused(
         run(answer_module._prompts(parsed(asked), engine))
     for less in fewer:
         assert run(answer_module._prompts(parsed(asked | less), engine))
+
+
+def test_a_chat_shows_the_logprobs_of_its_prompt_once(engine: AsyncEngine) -> None:
+    messages = [{"role": "user", "content": "word " * 140}]
+    asked = parsed(CHAT, messages=messages, n=128, temperature=1, max_tokens=1, prompt_logprobs=20)
+    assert run(answer_module._prompts(asked, engine))
 
 
 def test_events_that_repeat_all_logprobs_have_fewer() -> None:

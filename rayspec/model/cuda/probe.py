@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rayspec.errors import reason_of
-from rayspec.machine import write_at_once
+from rayspec.machine import import_path, write_at_once
 from rayspec.model.cuda import reference
 from rayspec.model.cuda.operations import obstacle
 from rayspec.model.kv_cache import PAGE_SIZE, whole_pages
@@ -117,8 +117,8 @@ def probe(shapes: Shapes, *, command: Sequence[str] = _COMMAND, limit_s: float =
     try:
         ended = subprocess.run(  # noqa: S603 - this interpreter
             arguments,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
-            cwd="/",  # Python would import a json.py of the user's folder
+            env=os.environ | {"PYTHONPATH": import_path()},
+            cwd="/",  # see `import_path`
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=limit_s,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import math
+import re
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import groupby
@@ -139,11 +140,11 @@ def _gpu_pods(
             "lower it or raise gpus_per_node"
         )
     gpus = parse_gpus(placement.options.gpus)
-    of_amd = next((gpu.name for gpu in gpus if gpu.name.startswith("MI")), None)
+    of_amd = next((gpu.name for gpu in gpus if re.match(r"MI\d", gpu.name)), None)
     if of_amd is not None and options.gpu_resource.startswith("nvidia.com/"):
         raise ConfigError(
-            f"option 'gpu_resource' is {options.gpu_resource!r}, but {of_amd} is of AMD: set it to amd.com/gpu, and "
-            "image to one with torch for ROCm"
+            f"option 'gpu_resource' is {options.gpu_resource!r}, but {of_amd} is an AMD GPU: set it to amd.com/gpu, "
+            "and image to one with torch for ROCm"
         )
     if not are_ranks_alike(gpus[: tensor * len(placement.stages)], tensor):
         raise ConfigError(

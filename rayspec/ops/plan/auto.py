@@ -91,8 +91,8 @@ def found_gpus() -> tuple[tuple[Gpu, ...], ...]:
             except RayError as error:
                 reason = in_one_line(getattr(error, "cause", None) or error)
                 raise ConfigError(
-                    f"option 'parallel' is 'auto', but not all nodes with GPUs say within {_ANSWER_S:.0f} s which they "
-                    f"have ({reason}): try again, name the layout, or run rayspec doctor --address auto"
+                    f"option 'parallel' is 'auto', but not all nodes with GPUs have said which these are ({reason}): "
+                    "try again, name the layout, or run rayspec doctor --address auto"
                 ) from error
             seen = [answer[:count] for answer, count in zip(answers, asked.values(), strict=True)]
     return tuple(tuple(gpu_called(name, num_bytes) for name, num_bytes in node) for node in seen if node)

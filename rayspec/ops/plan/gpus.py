@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rayspec.errors import ConfigError
+from rayspec.machine import import_path
 
 _GB, _GIB = 10**9, 2**30
 # The part of a GPU's memory that is kept for activations, workspaces, fragmentation, the CUDA context and NCCL.
@@ -107,8 +108,8 @@ def ask_torch(*, hidden_too: bool = False) -> dict[str, Any]:
     environment = {name: value for name, value in os.environ.items() if not (hidden_too and name in _HIDING)}
     done = subprocess.run(  # noqa: S603 - this very Python
         [sys.executable, "-c", _ASK],
-        env=environment,
-        cwd="/",  # Python would import a torch.py of the user's folder
+        env=environment | {"PYTHONPATH": import_path()},
+        cwd="/",  # see `import_path`
         capture_output=True,
         text=True,
         check=True,

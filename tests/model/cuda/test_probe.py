@@ -42,6 +42,7 @@ def test_kernels_that_compute_right_pass_in_a_process_of_their_own(
     """Which does not import files of the user's folder."""
     (tmp_path / "json.py").write_text("raise SystemExit('not this one')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend("")
     assert probe.probe(structs.replace(SHAPES, has_copies=False)) == Tried(None, is_kept=True)
 
 

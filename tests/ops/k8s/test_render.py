@@ -194,7 +194,7 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
         ),
         (LLAMA_70B | {"gpus": "2xH200-141G,4xA100-80G", "stages": 6, "replicas": 2}, "Ray would mix"),
         (LLAMA_70B | {"gpus": "2xA100-80G,2xH200-141G,2xA100-80G", "stages": 6}, "side by side"),
-        (LLAMA_70B | {"gpus": "8xMI300X"}, "'gpu_resource' is 'nvidia.com/gpu', but MI300X is of AMD.*amd.com/gpu"),
+        (LLAMA_70B | {"gpus": "8xMI300X"}, "'gpu_resource' is 'nvidia.com/gpu', but MI300X is an AMD GPU.*amd.com/gpu"),
         (LLAMA_70B, "options 'gpus' and 'cpus' are None and None"),
         (DEMO | {"inputs": ("a",)}, "option 'inputs' is of a job, not of a service"),
         (DEMO | {"replicas": 2, "max_replicas": 1}, "option 'max_replicas' is 1"),

@@ -100,5 +100,5 @@ def test_nodes_with_gpus_are_asked_which_they_have_and_not_waited_for_without_en
     monkeypatch.setattr(ray, "nodes", lambda: alive)
     assert [len(node) for node in found_gpus()] == [1] * bool(ask_torch()["names"])
     monkeypatch.setattr(auto, "_ANSWER_S", 0.0)
-    with pytest.raises(ConfigError, match=r"not all nodes with GPUs say within 0 s .*name the layout"):
+    with pytest.raises(ConfigError, match=r"not all nodes with GPUs have said which these are .*name the layout"):
         found_gpus()
