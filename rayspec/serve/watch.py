@@ -34,7 +34,7 @@ PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
 _WINDOW_S = 10.0
-_REPLACED_S = 30.0  # after which requests are refused again, because the model takes long to load
+_REPLACED_S = 60.0  # after which requests are refused again, because the model takes long to load
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 
 # Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
