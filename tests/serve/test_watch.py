@@ -35,7 +35,7 @@ def silent(watch: Watch, seconds: float) -> None:
 def test_before_anyone_has_looked_requests_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch({"m": None}, replica_timeout_s=TIMEOUT_S)
     assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
-    later_s = time.monotonic() + 31
+    later_s = time.monotonic() + 61
     with monkeypatch.context() as patched:
         patched.setattr(time, "monotonic", lambda: later_s)
         assert not watch.can_serve("m"), "no replica has ever started"
@@ -69,7 +69,7 @@ def test_requests_wait_while_serve_replaces_the_only_replica(has_ended: bool, mo
     asyncio.run(watch.look())
     assert watch.replicas["m"] == {}
     assert watch.can_serve("m") is not has_ended
-    later_s = time.monotonic() + 31
+    later_s = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
     assert not watch.can_serve("m")
 
