@@ -19,7 +19,16 @@ from rayspec import demo
 from rayspec.bench.commands import app as bench_app
 from rayspec.bench.options import TuneOptions, tune_options
 from rayspec.command.options import Asked, LongCommand, format_groups, with_settings
-from rayspec.command.terminal import EXIT_INTERRUPTED, EXIT_USAGE, clean_exit, fail, load_llm, output_console, say
+from rayspec.command.terminal import (
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    clean_exit,
+    fail,
+    load_llm,
+    output_console,
+    print_text,
+    say,
+)
 from rayspec.config import REPLACED, ParallelOptions, SamplingParams
 from rayspec.errors import plainly
 from rayspec.machine import installed_version
@@ -312,8 +321,8 @@ def chat(
                     if piece.error is not None:
                         raise piece.error
                     answer += piece.outputs[0].text
-                    print(piece.outputs[0].text, end="", flush=True)  # noqa: T201 - the command's output
-                print()  # noqa: T201
+                    print_text(piece.outputs[0].text, end="")
+                print_text("")
             except RayspecError as error:
                 if prompt is not None:
                     raise

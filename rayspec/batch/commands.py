@@ -25,7 +25,7 @@ from rayspec.batch.report import ROW_HEADINGS, RunReport
 from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import MANIFEST, output_places
 from rayspec.command.options import Asked, LongCommand, with_settings
-from rayspec.command.terminal import output_console, say
+from rayspec.command.terminal import inert, output_console, print_text, say
 from rayspec.config import SamplingParams, Settings
 from rayspec.demo import BUNDLED, example_documents
 from rayspec.structured import StructuredOutputsParams
@@ -234,7 +234,7 @@ def _run_documents(
             for line in lines:
                 row = json.loads(line)
                 title = f"{row['id']}\n" if len(lines) > 1 else ""
-                typer.echo(line if output == _STDOUT else f"{title}{row[text_column] or row['error']}\n")
+                print_text(line if output == _STDOUT else f"{title}{row[text_column] or row['error']}\n")
             say(str(report))
             raise typer.Exit(code)
     table = Table(title=str(report), title_justify="left")
@@ -242,7 +242,7 @@ def _run_documents(
         justify: Literal["right", "left"] = "right" if each[1] else "left"
         table.add_column(", ".join(filter(None, each)), justify=justify, no_wrap=not each[1])
     for cells in report.listed:
-        table.add_row(*("".join(c if c.isprintable() else repr(c)[1:-1] for c in cell) for cell in cells))
+        table.add_row(*(inert(cell).replace("\n", "\\n") for cell in cells))
     console = output_console()
     console.print(table)
     folder, merged, _ = output_places(place, None)

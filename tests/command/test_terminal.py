@@ -1,4 +1,5 @@
 import errno
+import logging
 import os
 import re
 import signal
@@ -7,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
-from rayspec.command.terminal import clean_exit, save_json
+from rayspec.command.terminal import clean_exit, output_console, print_text, save_json, say
 
 
 def test_a_sigterm_ends_with_its_code_and_the_handler_is_that_of_before() -> None:
@@ -67,3 +69,31 @@ def test_progress_that_cannot_be_written_ends_no_command() -> None:
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "b\n")
+
+
+# Sets a terminal's title, clears it, ends a line early, and shows "exe.txt" as "txt.exe".
+ACTIVE = "a\x1b]0;b\x07\x9b2J\rc\u202eexe.txt"
+INERT = r"a\x1b]0;b\x07\x9b2J\rc\u202eexe.txt"
+
+
+def test_what_is_printed_has_no_effect_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = Table("name")
+    table.add_row(ACTIVE)
+    output_console().print(ACTIVE, table)
+    say(ACTIVE)
+    with clean_exit():
+        assert logging.lastResort is not None  # what prints the log of a command
+        logging.lastResort.handle(logging.makeLogRecord({"levelno": logging.ERROR, "msg": ACTIVE}))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    print_text(f"\u0928\u200d\u00a0{ACTIVE}\r\n\tb")
+    out, err = capsys.readouterr()
+    assert (out.count(r"a\x1b]0;b"), err.count(r"a\x1b]0;b")) == (3, 2)
+    assert out.endswith(f"\u0928\u200d\u00a0{INERT}\r\n\tb\n")
+    assert not re.search("[\x1b\x07\x9b\u202e]", out + err)
+
+
+def test_a_text_is_printed_to_a_pipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    print_text(ACTIVE)
+    assert capsys.readouterr().out == f"{ACTIVE}\n"

