@@ -34,7 +34,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "r": 4,
         "lora_alpha": 3,
         "use_rslora": True,
-        "alpha_pattern": {"o_proj": 5},
+        "alpha_pattern": {"o_proj": 5, r"^model\.layers\.[12]\.mlp\.gate_proj": 40},
         "rank_pattern": {"down_proj": 2},
     },
 }
@@ -191,6 +191,16 @@ LAYER = "base_model.model.model.layers.1"
             "up_proj.lora_A.weight",
         ),
         ({"tensors": {f"{LAYER}.mlp.up_proj.lora_B.weight": torch.ones(96, 2)}}, "up_proj.lora_B.weight"),
+        (
+            {
+                "tensors": {
+                    f"base_model.model.model.{of}.layers.1.self_attn.q_proj.lora_{one}.weight": torch.ones(64, 64)
+                    for of in ("language_model", "vision_tower")
+                    for one in "AB"
+                }
+            },
+            "two products for q_proj of layer 1",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

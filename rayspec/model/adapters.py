@@ -24,6 +24,7 @@ from rayspec.types import CheckpointError
 
 _WEIGHTS = "adapter_model.safetensors"
 _KEY = re.compile(r"(?P<path>.*\blayers\.(?P<layer>\d+)\..*?(?P<module>\w+))\.lora_[AB]\.weight")
+_PREFIX = "base_model.model."  # of peft, before the name that a module has in the base model
 _MOST_KEY = 256  # characters; the search in a key takes the cube of its length
 _MOST_PATTERN = 256  # characters; without "{", which may take any memory, a pattern has as many states
 _PATTERNS_S = 5.0  # to search all keys by the patterns, which may be anybody's
@@ -131,11 +132,15 @@ def _products_of(folder: str) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
         if ".lora_A." not in key:
             continue
         try:
-            scale = _scale(config, match["path"], len(down), deadline)
+            scale = _scale(config, match["path"].removeprefix(_PREFIX), len(down), deadline)
         except (regex.error, TimeoutError, TypeError, ValueError, RecursionError) as error:
             problem = f"has an alpha or a pattern of alphas that cannot be used ({error}): {_MERGE}"
             raise CheckpointError(f"the adapter {folder!r} {problem}") from error
-        found[int(match["layer"]), match["module"]] = (down.float(), up.float() * scale)
+        place = int(match["layer"]), match["module"]
+        if place in found:  # of an encoder of images, for example
+            problem = f"has two products for {place[1]} of layer {place[0]}, one of them {key}: {_MERGE}"
+            raise CheckpointError(f"the adapter {folder!r} {problem}")
+        found[place] = (down.float(), up.float() * scale)
     return found
 
 
