@@ -721,7 +721,7 @@ class EngineKeywords(TypedDict, total=False):
 
 _DECIDING = (
     *("model", "tokenizer", "revision", "generation_config", "dtype", "quantization_config", "lora_modules"),
-    *("adapter", "tool_call_parser", "reasoning_parser", "max_model_len", "deterministic"),
+    *("adapter", "tool_call_parser", "reasoning_parser", "max_model_len", "deterministic", "own_bits"),
 )
 
 

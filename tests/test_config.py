@@ -8,7 +8,15 @@ import torch
 from rayspec import config as config_module
 from rayspec.batch.processor import ProcessorConfig
 from rayspec.choices import FULL, SKIP
-from rayspec.config import REPLACED, EngineConfig, EngineKeywords, Options, SamplingParams, SpeculationOptions
+from rayspec.config import (
+    REPLACED,
+    EngineConfig,
+    EngineKeywords,
+    Options,
+    SamplingParams,
+    Settings,
+    SpeculationOptions,
+)
 from rayspec.decode.work import DecodingParams
 from rayspec.types import ConfigError
 
@@ -199,3 +207,10 @@ def test_data_types_have_the_names_of_vllm_and_torch_too(given: Any, dtype: str)
     assert EngineConfig(model="demo", dtype=given).dtype == dtype
     with pytest.raises(ConfigError, match="'float8': it must be"):
         EngineConfig(model="demo", dtype="float8")  # type: ignore[arg-type]
+
+
+def test_options_that_round_otherwise_decide_texts() -> None:
+    changes: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}, {"deterministic": True}, {"own_bits": True}]
+    engines = [EngineConfig(model="demo", **change) for change in changes]
+    deciding = [str(Settings(engine=engine, sampling=SamplingParams()).deciding) for engine in engines]
+    assert len(set(deciding)) == len(changes)

@@ -10,6 +10,7 @@ import json
 import logging
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -50,7 +51,7 @@ class ResultCache:
         except FILE_ERRORS:
             return None
         try:
-            return _row(checksum, content)
+            return replace(_row(checksum, content), input_hash=input_hash)
         except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
             _logger.warning("the result %s of option 'cache' is broken (%s): its row is computed again", place, error)
             return None

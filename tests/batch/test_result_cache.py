@@ -62,6 +62,10 @@ def test_equal_rows_run_once_and_the_same_job_starts_no_engine(loads: list[str])
     assert "4 had the result of an equal row" in said
     assert {key: row["summary"] for key, row in again.items()} == {key: row["summary"] for key, row in first.items()}
     assert again["3"]["source"] == "in.jsonl:4"
+    assert [again[key]["input_hash"] for key in again] == [first[key]["input_hash"] for key in again]
+    write_lines(Path("in.jsonl"), [{"id": n, "text": text} for n, text in enumerate((ONE, TWO, ONE, "New."))])
+    _, said = run("b.jsonl", "--logprobs", "2")
+    assert "1 rows have other text than when they were done ('3')" in said
 
 
 def summaries(rows: dict[str, Any]) -> dict[str, str]:
