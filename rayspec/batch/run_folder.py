@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import datetime as dt
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -103,7 +104,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The content of manifest.json. identity: the options that decide the content of the rows, as JSON values.
-    merged_bytes: the size of the merged file; None before there is one."""
+    merged_bytes: the size of the merged file; None before there is one. merged_parts: a hash of its parts' names."""
 
     version: int = 4
     status: Status = "running"
@@ -115,6 +116,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     counts: dict[str, Any] = {}
     extra: dict[str, dict[str, Any]] = {}
     merged_bytes: int | None = None
+    merged_parts: str = ""
 
 
 def _locked(location: Location) -> IO[bytes] | None:
@@ -188,7 +190,7 @@ class RunFolder:
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(ROWS), text_column=text_column, json_schema=json_schema)
             is_written = before.status == "complete" and merged.kind == "file"
-            is_as_merged = self.parts.kinds.total() == before.rows.get("total")  # no part was copied here or deleted
+            is_as_merged = self.parts.names_hash == before.merged_parts  # no part was copied here or deleted
             self.is_merged = is_written and is_as_merged and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
@@ -315,6 +317,7 @@ class RunFolder:
             },
             counts=counts,
             merged_bytes=self._merged.num_bytes,
+            merged_parts=self.parts.names_hash,
         )
 
     def _save(self, manifest: Manifest, **changes: Any) -> None:
@@ -477,6 +480,10 @@ class Parts:
     def num_stored(self) -> int:
         """The number of rows, those that do not count any more included."""
         return len(self._state[1])
+
+    @property
+    def names_hash(self) -> str:
+        return hashlib.blake2b("/".join(self._state[0]).encode(), digest_size=16).hexdigest()
 
     @property
     def is_complete(self) -> bool:

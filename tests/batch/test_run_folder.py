@@ -171,7 +171,8 @@ def test_a_job_that_is_complete_is_merged_once(tmp_path: Path) -> None:
         folder.finish({})
     assert [row["id"] for row in merged_rows(merged)] == ["a", "b", "c"]
     (part,) = (tmp_path / "rows").glob("part-000002-*")
-    for place, ids in ((tmp_path / "away", "ac"), (tmp_path / "rows" / "part-000004-0123abcd.parquet", "acb")):
+    last, first = (tmp_path / "rows" / f"part-00000{number}-0123abcd.parquet" for number in (4, 0))
+    for place, ids in ((tmp_path / "away", "ac"), (last, "acb"), (first, "bac")):
         part = part.rename(place)
         with open_folder(tmp_path) as folder:
             folder.finish({})
