@@ -81,11 +81,13 @@ class LLM:
     def __init__(self, model: str, *, seed: int | None = None, **options: Unpack[LLMKeywords]) -> None:
         self._seeds = None if seed is None else random.Random(seed)
         config = _config_of(demo.local_path(model), options)
-        if (base := base_model(config.model)) is not None:  # the model is the folder of an adapter
+        if (found := base_model(config.model)) is not None:  # the model is the folder of an adapter
+            base, revision = found[0], config.revision or found[1]
             name = Path(config.model).resolve().name
             adapters = {**config.lora_modules, name: config.model}
             adapter = config.adapter or name
-            config = config.replace(model=demo.local_path(base), lora_modules=adapters, adapter=adapter)
+            model = demo.local_path(base)
+            config = config.replace(model=model, revision=revision, lora_modules=adapters, adapter=adapter)
         if config.tokenizer is not None:
             config = config.replace(tokenizer=demo.local_path(config.tokenizer, option="tokenizer"))
         self._resources = ExitStack()

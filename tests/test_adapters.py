@@ -119,8 +119,10 @@ def test_stages_have_the_adapters_too(folder: Path, ray_cluster: None) -> None:
         assert texts(llm, requests(found)) == expected("llama", folder, USES)
 
 
-def test_the_folder_of_an_adapter_is_its_base_model_with_it(folder: Path) -> None:
-    with loaded(adapters("llama", folder)["a"], speculation={"strategy": "ar"}) as llm:
+def test_the_folder_of_an_adapter_is_its_base_model_with_it(folder: Path, tmp_path: Path) -> None:
+    place = changed(adapters("llama", folder)["a"], tmp_path / "changed", revision="v2")
+    with loaded(place, speculation={"strategy": "ar"}) as llm:
+        assert llm.config.revision == "v2"
         assert texts(llm, None) == expected("llama", folder, ["a"] * len(USES))
 
 

@@ -21,6 +21,7 @@ from huggingface_hub import try_to_load_from_cache
 from rayspec import __version__, demo
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location
+from rayspec.model.sources import base_model
 from rayspec.types import UnfinishedFormError
 
 _KEPT: Final = (
@@ -78,8 +79,9 @@ class ResultCache:
 def files_of(engine: Mapping[str, Any]) -> str:
     """Return a hash that tells the content of the files of the model and its parts; empty while the model is not on
     this machine. engine: options of the engine."""
-    names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values()]
-    files = {name: found for name in names if name and (found := _state(name, engine["revision"]))}
+    base, revision = base_model(engine["model"]) or (None, None)  # of an adapter's folder
+    names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values(), base]
+    files = {name: found for name in names if name and (found := _state(name, engine["revision"] or revision))}
     return _digest(json.dumps(files).encode()) if engine["model"] in files else ""
 
 

@@ -105,18 +105,19 @@ def adapter_config(folder: str) -> dict[str, Any]:
     return content
 
 
-def base_model(folder: str) -> str | None:
-    """Return the base model that an adapter's folder names; None for other folders and names. Raises CheckpointError
-    if it names none."""
+def base_model(folder: str) -> tuple[str, str | None] | None:
+    """Return the base model that an adapter's folder names, and its revision; None for other folders and names. Raises
+    CheckpointError if it names no model."""
     place = Path(folder)
     if not (place / _ADAPTER_CONFIG).is_file() or (place / "config.json").exists():
         return None
-    base = adapter_config(folder).get("base_model_name_or_path")
+    config = adapter_config(folder)
+    base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise CheckpointError(
             f"the adapter {folder!r} names no base model: give the base as 'model', and the folder in 'lora_modules'"
         )
-    return base
+    return base, config.get("revision")
 
 
 def read_index(index: Path) -> dict[str, Any]:

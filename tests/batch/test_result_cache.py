@@ -93,6 +93,13 @@ def test_an_adapter_that_has_changed_has_no_results(tmp_path: Path) -> None:
     engine = ENGINE | {"model": str(tmp_path / "model"), "lora_modules": {"a": str(tmp_path / "adapter")}}
     ResultCache(str(tmp_path / "cache"), {"engine": engine}).keep(Row(id="1", text="a", input_hash="0"))
     assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is not None
+    base = json.dumps({"base_model_name_or_path": str(tmp_path / "model")})
+    (tmp_path / "adapter" / "adapter_config.json").write_text(base)
+    of_folder = {"engine": ENGINE | {"model": str(tmp_path / "adapter")}}
+    ResultCache(str(tmp_path / "cache"), of_folder).keep(Row(id="1", text="a", input_hash="0"))
+    os.utime(tmp_path / "model" / "weights", (1, 1))
+    assert ResultCache(str(tmp_path / "cache"), of_folder).find("0") is None
+    ResultCache(str(tmp_path / "cache"), {"engine": engine}).keep(Row(id="1", text="a", input_hash="0"))
     (tmp_path / "model" / "lost").symlink_to("nowhere")
     assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is not None
     os.utime(tmp_path / "adapter" / "weights", (1, 1))
