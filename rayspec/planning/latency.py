@@ -310,6 +310,8 @@ class LatencyModel:
             rows, base_s = curve.rows, curve.base_s
             if not rows or len(rows) != len(base_s) or rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
                 raise ValueError(f"the curve {name!r} has {len(base_s)} times for the rows {rows}")
+        if not self.decode_step_s(context=0, batch=1):
+            raise ValueError("a pass takes no time")
         for sublayer in range(len(self.sublayers)):
             choices = [choice for choice in self.choices_of(sublayer) if choice != SKIP]
             if lacking := {combined(weights_of(choice), "all") for choice in choices}.difference(choices):

@@ -250,7 +250,8 @@ def test_a_saved_profile_with_numbers_that_no_measurement_gives_is_stale(name: s
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"format": FORMAT, "key": KEY, "model": model}))
     LatencyModel.load(path, KEY)
-    for curves in ({"mlp": curve | {name: value}}, {"mlp": curve, "mlp int4+pages": curve}):
+    instant = dict.fromkeys(("head", "mlp"), curve | {"base_s": [0.0] * 3})
+    for curves in ({"mlp": curve | {name: value}}, {"mlp": curve, "mlp int4+pages": curve}, instant):
         model["curves"] = {"head": curve} | curves
         path.write_text(json.dumps({"format": FORMAT, "key": KEY, "model": model}))
         with pytest.raises(StaleProfileError, match="profile again"):
