@@ -205,7 +205,7 @@ class Engine:
         except StageLostError as error:
             for sequence in self._give_up_work():
                 if not sequence.finished:
-                    sequence.finish_reason, sequence.error = "error", error
+                    sequence.finish_reason, sequence.error = "error", error.with_traceback(None)
                 self._scheduler.remove(sequence)
                 sequence.metrics.finished_s = self._clock()
         self.stats.total_s += self._clock() - started
@@ -389,7 +389,8 @@ class Engine:
 
     def _fail(self, sequence: SequenceState, error: RayspecError) -> None:
         if not sequence.finished:
-            sequence.finish_reason, sequence.error = "error", error
+            # Without its traceback, whose frames hold the sequence: that circle would keep the form's memory for long.
+            sequence.finish_reason, sequence.error = "error", error.with_traceback(None)
             self._retire(sequence)
 
     def _retire(self, sequence: SequenceState) -> None:

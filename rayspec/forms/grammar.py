@@ -155,7 +155,8 @@ class Grammars:
             if isinstance(error.__cause__, OSError):  # of a process: the next request may succeed
                 with self._lock:
                     self._drop(form)
-            future.set_exception(error)
+            error.__cause__ = error.__context__ = None  # the frames of tracebacks hold what has been compiled
+            future.set_exception(error.with_traceback(None))
         with self._lock:
             if self._in_use.get(form) is future:  # else the wishes are for another future
                 self._wishes.pop(form, None)
@@ -266,7 +267,8 @@ class Constraint:
         self._masks: dict[tuple[int, ...], Tensor | None] = {}
         self._failures: dict[tuple[int, ...], str] = {}
         self._forced: list[int] = []
-        self._compiled.add_done_callback(lambda _: self._work())
+        begin = [self._work]  # a future keeps its callbacks, and so this one must not keep the state
+        self._compiled.add_done_callback(lambda _: begin.pop()())
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

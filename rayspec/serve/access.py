@@ -47,6 +47,7 @@ WRONG_HOST = ApiError(
 )
 WRONG_ORIGIN = ApiError(403, "origin_not_allowed", "Pages of this origin may not send such a request to this endpoint.")
 MALFORMED = ApiError(400, "invalid_http", "This is no valid HTTP/1.1 request, or its headers exceed 16 KiB.")
+HALF_CLOSED = ApiError(400, "half_closed", "The client closed its side before the answer: keep it open until then.")
 
 # Java's client asks for HTTP/2 by default. Serve's proxy goes on with HTTP/1.1 then, without the body.
 NO_UPGRADE = ApiError(

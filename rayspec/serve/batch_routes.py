@@ -15,12 +15,14 @@ from fastapi.responses import Response, StreamingResponse
 from rayspec.errors import reason_of
 from rayspec.openai.batch import Batch, BatchRequest, Deleted, FileObject, Page, PageRequest
 from rayspec.openai.protocol import InvalidRequestError
+from rayspec.openai.responses import json_body
 from rayspec.serve.access import NO_STORE, Places, Refused, json_response
 from rayspec.serve.batch_store import STORE_ERRORS, BatchStore, new_id
 from rayspec.serve.bodies import BodyReader, read_form
 from rayspec.serve.calls import while_connected
 from rayspec.serve.description import Description
 from rayspec.serve.options import ServeOptions
+from rayspec.serve.unread import Unread, WholeAnswer
 
 _logger = logging.getLogger(__name__)
 _MOST_PURPOSE = 4096
@@ -41,18 +43,21 @@ def add_batch_routes(
     app: FastAPI,
     described: Description,
     options: ServeOptions,
+    *,
     runner: Any,
     bodies: BodyReader,
+    unread: Unread,
     client_of: Callable[[Request], str],
 ) -> None:
-    """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches. client_of:
-    returns what stands for the client of a request."""
+    """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches. unread: of
+    all answers. client_of: returns what stands for the client of a request."""
     folder = None if options.batches is None else BatchStore.at(options.batches)
     listing = Places(1, leaves_room=False)  # a list may read every file.json; other requests need the threads, too
 
-    def store() -> BatchStore:
+    async def store() -> BatchStore:
         if folder is None:
             raise InvalidRequestError(_DISABLED, code="batches_disabled", status=404)
+        await asyncio.to_thread(folder.check)
         return folder
 
     def of_list(work: Callable[[BatchStore, PageRequest], Any]) -> Callable[..., Any]:
@@ -62,15 +67,16 @@ def add_batch_routes(
             turn = listing.ask(client)
             try:
                 await while_connected(request, turn)
-                return json_response(await asyncio.to_thread(work, store(), query))
+                page = json_body(await asyncio.to_thread(work, await store(), query))
             finally:
                 listing.leave(client, turn)
+            return WholeAnswer(page, unread)
 
         return route
 
     def of_object(work: Callable[[BatchStore, str], Any]) -> Callable[..., Any]:
         async def route(object_id: str) -> Response:
-            return json_response(await asyncio.to_thread(work, store(), object_id))
+            return json_response(await asyncio.to_thread(work, await store(), object_id))
 
         return route
 
@@ -90,19 +96,19 @@ def add_batch_routes(
     async def create_batch(request: Request) -> Response:
         with ExitStack() as held:
             asked, _ = await bodies.read(request, BatchRequest, held)
-        batch = await asyncio.to_thread(store().new_batch, asked, client_of(request))
+        batch = await asyncio.to_thread((await store()).new_batch, asked, client_of(request))
         runner.wake.remote()
         return json_response(batch)
 
     @app.post("/v1/files", responses=described.answers(FileObject), openapi_extra=_TAKES_FORM)
     @_told
     async def upload_file(request: Request) -> Response:
-        return json_response(await _upload(request, store(), options))
+        return json_response(await _upload(request, await store(), options))
 
     @app.get("/v1/files/{object_id}/content", responses=_CONTENT, response_class=Response)
     @_told
     async def file_content(object_id: str) -> Response:
-        pieces = _pieces(await asyncio.to_thread(store().open_file, object_id))
+        pieces = _pieces(await asyncio.to_thread((await store()).open_file, object_id))
         headers = {"x-content-type-options": "nosniff"}
         return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
 

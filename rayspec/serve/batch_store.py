@@ -79,6 +79,12 @@ class BatchStore:
                 f"option 'batches' is {self.folder.name!r}, where another server runs batches: name another folder"
             ) from None
 
+    def check(self) -> None:
+        """Raise FileNotFoundError where the folder is gone, as after its disk: what it has had would count as deleted,
+        and new files would be written elsewhere."""
+        if self.folder.local_path is not None and not self.folder.join(".lock").exists:
+            raise FileNotFoundError(f"{self.folder.name} is gone: bring it back, or start the server again")
+
     def sweep(self, age_s: float) -> None:
         """Delete what interrupted uploads and writes have left for longer than `age_s`, on this machine."""
         root, latest_s = self.folder.local_path, self.clock() - age_s

@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rayspec.openai.protocol import ApiError
 from rayspec.openai.responses import json_body
-from rayspec.serve.access import MALFORMED, error_response
+from rayspec.serve.access import HALF_CLOSED, MALFORMED, error_response
 
 _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
@@ -36,6 +36,7 @@ _SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
 _BYTES_OF_HEADER = 32  # more than its text, as in HTTP/2
 _FREE_CHUNKS, _BYTES_OF_CHUNK = 1000, 64
 _MOST_DROPPED_BYTES = 2**28  # more than a file for batches has by default
+_BYTES_SENT_AT_ONCE = 2**16  # as many as a connection buffers
 
 
 class Named:
@@ -44,6 +45,8 @@ class Named:
 
     The connection ends after a response that did not need the whole body. Until then the rest of the body is dropped,
     for `drop_timeout_s` at most: a client that still sends loses the response when its connection is reset.
+
+    Large bodies are sent in pieces, each when the client has read those before, so the application knows that it reads.
     """
 
     def __init__(self, app: ASGIApp, errors: Counter, drop_timeout_s: float) -> None:
@@ -53,7 +56,7 @@ class Named:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        headers, send = Headers(scope=scope), _in_pieces(send)
         name = headers.get(_ID)
         if name is None:
             name = str(uuid.uuid4())
@@ -91,6 +94,19 @@ class Named:
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(_drop_body(receive), self._drop_timeout_s)
             await send(last[0])
+
+
+def _in_pieces(send: Send) -> Send:
+    async def send_pieces(message: Message) -> None:
+        body = message.get("body", b"")
+        for start in range(0, len(body), _BYTES_SENT_AT_ONCE):
+            end = start + _BYTES_SENT_AT_ONCE
+            has_more = end < len(body) or message.get("more_body", False)
+            await send({"type": message["type"], "body": body[start:end], "more_body": has_more})
+        if not body:
+            await send(message)
+
+    return send_pieces
 
 
 async def _drop_body(receive: Receive) -> None:
@@ -162,6 +178,11 @@ class _HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(None)
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Tell a client that has ended its side too early why it gets no answer; one that has left gets nothing."""
+        if self.conn.their_state is not h11.IDLE:
+            self._refuse(HALF_CLOSED)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, Response
 from msgspec.structs import replace
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 import rayspec
 from rayspec.openai.items import ResponsesBody, ResponsesRequest
@@ -45,12 +45,12 @@ from rayspec.serve.calls import Deadline, ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
 from rayspec.serve.options import ServeOptions
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
+from rayspec.serve.unread import EventStream, Unread, WholeAnswer
 from rayspec.serve.watch import PERIOD_S, EndpointStatus, Watch
 from rayspec.types import RequestError
 
 _WEB = Path(__file__).parent / "web"
 _USABLE_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
 
 
 class Ingress:
@@ -83,7 +83,7 @@ class Ingress:
             may_be_absent=self._may_be_absent,
             looked=self._looked,
         )
-        self.bodies = BodyReader(options)
+        self.bodies, self.unread = BodyReader(options), Unread()
         posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
         self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)
 
@@ -109,11 +109,14 @@ class Ingress:
                 await while_connected(request, deadline.within(self._presence(own)))
             if not is_streamed:
                 work = fetch(model.respond.remote(kind, body, name, owner, client), deadline)
-                return json_response(await while_connected(request, work))
+                whole = await while_connected(request, work)
+                return error_response(whole) if isinstance(whole, ApiError) else WholeAnswer(whole, self.unread)
             call = ModelCall(model.options(stream=True).stream.remote(kind, body, name, owner, client), deadline)
             held.callback(call.cancel)
             first = await while_connected(request, call.next())
-            return error_response(first) if isinstance(first, ApiError) else _EventStream(call, first, held.pop_all())
+            if isinstance(first, ApiError):
+                return error_response(first)
+            return EventStream(call, first, held.pop_all(), self.unread)
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Raises RequestError and Refused."""
@@ -159,20 +162,6 @@ class Ingress:
         return self.models[own]
 
 
-class _EventStream(StreamingResponse):
-    """A response of server-sent events. When it ends, for any reason, the model's request ends too."""
-
-    def __init__(self, call: ModelCall, first: bytes, held: ExitStack) -> None:
-        super().__init__(call.events(first), media_type="text/event-stream", headers=_STREAM_HEADERS)
-        self._held = held
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._held.close()
-
-
 def build_app(ingress: Ingress) -> FastAPI:
     """Return the application. /docs, /health, /ping and the web page need no key: the page asks its user for it."""
     app = FastAPI(
@@ -187,7 +176,8 @@ def build_app(ingress: Ingress) -> FastAPI:
     )
     described = Description()
     _add_model_routes(app, ingress, described)
-    add_batch_routes(app, described, ingress.options, ingress.runner, ingress.bodies, ingress.entry.client)
+    of_ingress = {"runner": ingress.runner, "bodies": ingress.bodies, "unread": ingress.unread}
+    add_batch_routes(app, described, ingress.options, **of_ingress, client_of=ingress.entry.client)
     _add_operator_routes(app, ingress, described)
     open_paths = frozenset({"/docs", "/health", "/ping"}) | _add_web(app)
     for kind in (RequestError, Refused, HTTPException, ClientDisconnect, Exception):

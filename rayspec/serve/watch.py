@@ -34,7 +34,7 @@ PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
 _WINDOW_S = 10.0
-_REPLACED_S = 60.0  # after which requests are refused again, because the model takes long to load
+_REPLACED_S = 60.0  # beyond the time that the last load took; after it, requests are refused again
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 
 # Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
@@ -137,11 +137,13 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's answer to the watch. place: where its process runs. problem: why its engine is stuck, None if not."""
+    """A replica's answer to the watch. place: where its process runs. problem: why its engine is stuck, None if not.
+    load_s: seconds that it took to load the model."""
 
     status: ModelStatus
     place: Place
     problem: str | None
+    load_s: float
 
 
 class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,7 +290,8 @@ class Watch:
             found = {name: one for name, one in sorted((known | new).items()) if name in names}
             if found or handle.running_replicas_populated():
                 if not found and any(not one.has_ended for one in known.values()):
-                    self._replaced_until_s[model] = time.monotonic() + _REPLACED_S
+                    load_s = max(0.0 if one.report is None else one.report.load_s for one in known.values())
+                    self._replaced_until_s[model] = time.monotonic() + _REPLACED_S + load_s
                 self.replicas[model] = found
             for replica in found.values():
                 if replica.asked is None:

@@ -669,6 +669,35 @@ def test_a_form_that_becomes_too_hard_fails_its_request_alone(
     assert other.outputs[0].text == "ab"
 
 
+def test_a_form_that_fails_its_request_leaves_no_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a collection of garbage, which may come late: the collector does not see the memory of llguidance."""
+    monkeypatch.setattr("rayspec.forms.grammar._TOO_SLOW_S", (0.0, 0.0))
+    form = StructuredOutputsParams(regex="a{3,5}b")
+    gc.collect()
+    gc.disable()
+    try:
+        (output,) = llm.generate(["x"], SamplingParams(max_tokens=8, structured_outputs=form), use_tqdm=False)
+        assert isinstance(output.error, GrammarError)
+        wait_until(lambda: not any(isinstance(one, Constraint) for one in gc.get_objects()))
+    finally:
+        gc.enable()
+
+
+def test_a_form_that_cannot_be_compiled_and_a_state_that_ends_leave_no_memory() -> None:
+    grammars, hard = _grammars(), " ".join(f"r{at}?" for at in range(3000))
+    rules = "\n".join(f'r{at}: "a" | "b"' for at in range(3000))
+    failed = grammars.compiled(StructuredOutputsParams(grammar=f"start: {hard}\n{rules}")).exception()
+    assert isinstance(failed, GrammarError)
+    assert (failed.__traceback__, failed.__cause__) == (None, None)
+    form = StructuredOutputsParams(regex="ab")
+    constraint = grammars.constraint(form, 0)
+    assert constraint.wait(60)
+    begun, kept = weakref.ref(constraint), grammars.compiled(form)
+    del constraint
+    wait_until(lambda: begun() is None)
+    assert kept.done()
+
+
 def test_a_form_that_one_text_makes_too_hard_is_there_for_others() -> None:
     """The states of a form share a lexer, which is full then: for one that began before, and one that begins later."""
     grammars, form, number = _grammars(), StructuredOutputsParams(regex="(.{1,50}){1,50}"), random.Random(0)

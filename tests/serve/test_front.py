@@ -142,14 +142,23 @@ def test_answers_that_nobody_reads_are_given_up(address: tuple[str, int]) -> Non
     assert STREAMS.count("begun") == 2
 
 
-def test_an_answer_that_is_read_slowly_comes_whole(address: tuple[str, int]) -> None:
+@pytest.mark.parametrize("path", [b"/long", b"/long?whole"])
+def test_an_answer_that_is_read_slowly_comes_whole(address: tuple[str, int], path: bytes) -> None:
     num_bytes = 0
     with socket.create_connection(address, timeout=60) as connection:
-        connection.sendall(b"GET /long HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        connection.sendall(b"GET " + path + b" HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         while piece := connection.recv(2**20):
             num_bytes += len(piece)
             time.sleep(TIMEOUT_S / 10)
     assert num_bytes > 2**25
+
+
+def test_a_client_that_ends_its_side_early_is_told(address: tuple[str, int]) -> None:
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(POST + b"content-length: 4\r\n\r\nbod")
+        connection.shutdown(socket.SHUT_WR)
+        status, _, body = answer(connection)
+    assert (status, code_of(body)) == (b"HTTP/1.1 400 Bad Request", "half_closed")
 
 
 class TestSlowHeaders:

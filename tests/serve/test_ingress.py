@@ -429,6 +429,7 @@ def test_a_store_that_fails_is_no_fault_of_the_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, method: str, path: str, broken: str
 ) -> None:
     """A file is in the place of a folder, or the other way round."""
+    (tmp_path / ".lock").touch()
     place = tmp_path / broken
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch()
@@ -441,6 +442,19 @@ def test_a_store_that_fails_is_no_fault_of_the_request(
     assert str(tmp_path) not in answer.text
     (record,) = (one for one in caplog.records if one.name == "rayspec.serve.batch_routes")
     assert record.exc_info is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/v1/files"), ("GET", f"/v1/files/{FILE}"), ("GET", "/v1/batches"), ("POST", "/v1/files")],
+)
+def test_a_store_that_is_gone_has_not_lost_its_files(tmp_path: Path, method: str, path: str) -> None:
+    """A client would believe an empty list. And what is uploaded would be lost when the disk is back."""
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    ingress = ingress_of(batches=str(tmp_path / "disk"))
+    answer = asked(method, path, headers=headers, content=FORM if method == "POST" else b"", ingress=ingress)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+    assert not (tmp_path / "disk").exists()
 
 
 @pytest.mark.parametrize(

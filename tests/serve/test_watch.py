@@ -16,7 +16,7 @@ TIMEOUT_S = 60.0
 
 def report(health: str = "ready", problem: str | None = None) -> Any:
     status = SimpleNamespace(health=health)
-    return SimpleNamespace(status=status, place=Place(node_id="n", process_id=1), problem=problem)
+    return SimpleNamespace(status=status, place=Place(node_id="n", process_id=1), problem=problem, load_s=300.0)
 
 
 def watched(*reports: Any) -> tuple[Watch, list[WatchedReplica]]:
@@ -69,8 +69,10 @@ def test_requests_wait_while_serve_replaces_the_only_replica(has_ended: bool, mo
     asyncio.run(watch.look())
     assert watch.replicas["m"] == {}
     assert watch.can_serve("m") is not has_ended
-    later_s = time.monotonic() + 61
+    later_s = time.monotonic() + 355
     monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert watch.can_serve("m") is not has_ended, "its load took 300 s"
+    later_s += 10
     assert not watch.can_serve("m")
 
 
