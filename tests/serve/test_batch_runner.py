@@ -28,6 +28,7 @@ from rayspec.serve.batch_runner import BatchRun, BatchRunner
 from rayspec.serve.batch_store import BatchStore, new_id
 from rayspec.serve.description import Description
 from rayspec.serve.options import LLMConfig, ModelLoadingConfig, ServeOptions
+from rayspec.serve.unread import Unread
 from rayspec.types import ConfigError
 
 Answer = Callable[[BatchLine], Awaitable[BatchResult | ApiError]]
@@ -472,7 +473,9 @@ def test_lists_leave_threads_to_other_requests_and_clients_take_turns(
         content.write(b"a")
     monkeypatch.setattr(BatchStore, "files", slow_list)
     app, config = FastAPI(), LLMConfig(model_loading_config=ModelLoadingConfig(model_id="demo"))
-    no_body: Any = None
+    nothing: Any = None
     options = ServeOptions(llm_configs=(config,), batches=str(tmp_path))
-    add_batch_routes(app, Description(), options, None, no_body, lambda request: request.headers.get("from", ""))
+    (tmp_path / ".lock").touch()
+    given: dict[str, Any] = {"runner": nothing, "bodies": nothing, "unread": Unread()}
+    add_batch_routes(app, Description(), options, **given, client_of=lambda request: request.headers.get("from", ""))
     asyncio.run(asked())
