@@ -165,6 +165,7 @@ def test_codes_of_the_endpoint_are_its_own() -> None:
     constants = (
         *(access.UNAUTHORIZED, access.BUSY, access.GONE, access.ENDING, INTERNAL, access.NO_UPGRADE),
         *(access.STARTING, access.NOT_JSON, access.WRONG_HOST, access.WRONG_ORIGIN, access.MALFORMED),
+        *(access.HALF_CLOSED, access.NO_STORE),
         *(access.timed_out(1.0), access.too_large(1), access.too_slow(1.0)),
     )
     ours = {(one.status, one.code) for one in constants} | {
