@@ -24,6 +24,7 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import ROW_HEADINGS, RunReport
 from rayspec.batch.rows import Columns, Row
 from rayspec.batch.run_folder import MANIFEST, output_places
+from rayspec.command.locations import Location
 from rayspec.command.options import Asked, LongCommand, with_settings
 from rayspec.command.terminal import inert, output_console, print_text, say
 from rayspec.config import SamplingParams, Settings
@@ -37,6 +38,7 @@ is 0 also where rows failed for good. The rows so far are in the output; the sam
 with the others."""
 TEXT_SAMPLING = SamplingParams(max_tokens=256)
 _ON_RAY = "job"
+_OF_RAY = "/runtime_resources/working_dir_files/"  # where Ray unpacks the working directory of a job
 
 Inputs = Annotated[
     list[str] | None,
@@ -252,7 +254,9 @@ def _run_documents(
 
 
 def _run(job: Job, source: Source) -> RunReport:
-    """Run a job. Say at an interrupt what is kept."""
+    """Run a job. Say at an interrupt what is kept, and where Ray would delete it."""
+    if _OF_RAY in Location.parse(job.output).absolute().name:
+        say(f"option 'output' is {job.output!r}, in Ray's copy of --working-dir, which Ray deletes: name another place")
     try:
         return job.run(source)
     except (KeyboardInterrupt, SystemExit):

@@ -622,6 +622,8 @@ class Job:
         folder.commit()
         if num_lost := report.stats.num_lost_replicas:
             say(f"{num_lost} replicas were lost for good, and the others did their rows; see the log")
+        if report.stats.died_at_s:  # the engines after them read the files again
+            self._compare_files(folder)
         counts = {
             "prompt_tokens": report.num_prompt_tokens,
             "output_tokens": report.num_output_tokens,

@@ -15,16 +15,18 @@ from typing import Any
 import pyarrow as pa
 import ray
 import ray.data
+from ray.exceptions import RayError, RayTaskError
 
 from rayspec.batch.documents import read_piece
 from rayspec.batch.job import LocalBackend, Order, Source, numbers_by_piece, scan_pieces, sort_key
 from rayspec.batch.rows import Columns, Row
 from rayspec.command.terminal import say
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.pipeline.placement import gpus_per_shard
+from rayspec.pipeline.placement import errors_of_actor, first_line, gpus_per_shard
 from rayspec.pool.supervisor import EnginePool
-from rayspec.pool.worker import EngineFactory
+from rayspec.pool.worker import NO_ROOM, EngineFactory
 from rayspec.ray_session import ray_session, refuse_client
+from rayspec.types import RayspecError
 
 _READ_CPUS = 0.5
 _MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
@@ -33,6 +35,12 @@ _READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_thr
 _KEY = "order"
 
 logger = logging.getLogger(__name__)
+
+
+class ReadingError(RayspecError):
+    """Ray could not read the input of a job."""
+
+    kind = "reading"
 
 
 class RayBackend(LocalBackend):
@@ -47,14 +55,16 @@ class RayBackend(LocalBackend):
     def _scanned(self, source: Source) -> Iterable[pa.Table]:
         """Scan the files in tasks of a whole CPU, which end after `limit` rows: `ray.cancel` can crash the driver."""
         if not source.files:
-            return super()._scanned(source)
+            yield from super()._scanned(source)
+            return
         pieces = source.pieces
         num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
         num_tasks = max(1, min(len(pieces), int(num_cpus)))
         scan: Any = ray.remote(scan_pieces).options(num_returns="streaming")
         bounds = itertools.pairwise(len(pieces) * task // num_tasks for task in range(num_tasks + 1))
         tasks = [scan.remote(pieces[start:end], start, source.columns, source.limit) for start, end in bounds]
-        return map(ray.get, itertools.chain.from_iterable(tasks))
+        with errors_of_reading():
+            yield from map(ray.get, itertools.chain.from_iterable(tasks))
 
     def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:
         """Read and yield the rows of a scan. For an order, Ray Data spills rows that do not fit in memory to disk."""
@@ -120,10 +130,27 @@ def reader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith(_READER_THREADS)]
 
 
+@contextmanager
+def errors_of_reading() -> Iterator[None]:
+    """Raise ReadingError where Ray lost a task or its result. Errors of our own code keep their traceback."""
+    try:
+        with errors_of_actor():
+            yield
+    except RayError as error:
+        cause = error.cause if isinstance(error, RayTaskError) else error
+        if isinstance(error, RayTaskError) and not isinstance(cause, NO_ROOM):
+            raise
+        raise ReadingError(
+            f"Ray could not read the input ({first_line(cause)}): was a process killed, or out of memory or disk? What "
+            "is written is kept, and the same command, without --overwrite, goes on from there"
+        ) from error
+
+
 def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
     """Run the dataset and yield its rows, block by block. Closing the generator ends the run. The caller may take any
-    time for a row."""
-    with closing(iter(patient(dataset).iter_batches(batch_size=None, batch_format="pyarrow"))) as batches:  # type: ignore[type-var]
+    time for a row. Raises ReadingError."""
+    run = iter(patient(dataset).iter_batches(batch_size=None, batch_format="pyarrow"))
+    with errors_of_reading(), closing(run) as batches:  # type: ignore[type-var]
         batch: Any
         for batch in batches:
             yield from (Row(**fields) for fields in batch.to_pylist())

@@ -17,7 +17,14 @@ from typing import Any, Literal, Protocol
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfDiskError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
@@ -36,7 +43,7 @@ from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError, T
 _MIN_CPUS_TO_RESERVE = 3
 # Finished texts travel with outputs to the pool, and with later items to the other engines, as an item of their own.
 _TEXTS, _MAX_TEXTS, _MAX_MESSAGES = -1, 16, 64
-_NO_ROOM = (ObjectStoreFullError, OutOfDiskError)  # in Ray's store, and on the disk where it would spill
+NO_ROOM = (ObjectStoreFullError, OutOfDiskError)  # in Ray's store, and on the disk where it would spill
 
 Callback = Callable[[Any], None]
 """Takes a new part of an item's result before the item is done. Any thread may call it."""
@@ -47,7 +54,8 @@ WorkerMethod = Literal["ping", "answer", "stats", "load_now", "stop"]
 
 
 class NodeLostError(EngineDeadError):
-    """The engine ended with its node, was preempted, or has no room for outputs: no item is to blame."""
+    """The engine ended with its node, was preempted, cannot be reached, or has no room for outputs: no item is to
+    blame."""
 
 
 class LoadedEngine(Protocol):
@@ -279,10 +287,10 @@ class RemoteEngine:
         self._texts.clear()
         try:
             await self._actor.take.remote(items)
-        except RayActorError:
-            return  # the reader learns of the actor's end too, and reports it
+        except RayActorError as error:
+            self._fail(self._death(error))
         except RayError as error:
-            kind = TransportError if isinstance(error, _NO_ROOM) else RequestError
+            kind = TransportError if isinstance(error, NO_ROOM) else RequestError
             for number, _ in items:
                 self._settle(number, kind(f"the item cannot be sent to the engine: {error}"), is_error=True)
 
@@ -345,9 +353,11 @@ class RemoteEngine:
     def _death(self, error: RayError) -> Exception:
         """Convert Ray's error about the actor's end: NodeLostError if no item can be to blame, else EngineDeadError."""
         cause = error.cause if isinstance(error, RayTaskError) else error
-        if isinstance(cause, _NO_ROOM):
+        if isinstance(cause, NO_ROOM):
             return NodeLostError(f"the engine's outputs cannot be sent: {first_line(cause)}")
         reason = str(error).splitlines()[0]
+        if isinstance(error, ActorUnavailableError):
+            return NodeLostError(f"the engine's process cannot be reached: {reason}")
         message = f"the engine's process has ended: {reason} Was it killed, or out of memory?"
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
         is_node_lost = self._place is not None and self._place.node_id not in alive

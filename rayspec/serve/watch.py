@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import ray
+from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.request_router import RequestRouter
 
 import rayspec
@@ -255,7 +257,25 @@ class Watch:
     async def problems(self) -> list[str]:
         """Return the present problems soon, even if replicas are silent."""
         await self._answering(_FRESH_S)
-        return self.known_problems
+        return self.known_problems + await self._failing_starts()
+
+    async def _failing_starts(self) -> list[str]:
+        """Return the problems of models that may be absent, and whose replicas fail to start, as Serve knows."""
+        absent = [model for model in self._may_be_absent if self.is_absent(model)]
+        if not absent:
+            return []
+        try:
+            known = (await asyncio.wait_for(asyncio.to_thread(serve.status), _STATUS_TIMEOUT_S)).applications
+        except (RayError, RayServeException, asyncio.TimeoutError):  # the controller is being replaced
+            return []
+        failing = {
+            (app, name)
+            for app, status in known.items()
+            for name, deployment in status.deployments.items()
+            if deployment.status_trigger == "REPLICA_STARTUP_FAILED"
+        }
+        at = {model: (self._models[model].app_name, self._models[model].deployment_name) for model in absent}
+        return [f"{model}: its replicas fail to start" for model in absent if at[model] in failing]
 
     async def statuses(self) -> list[ModelStatus]:
         """Return the current status of each replica that answers within two seconds."""

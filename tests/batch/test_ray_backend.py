@@ -2,8 +2,9 @@
 
 import gzip
 import json
+import os
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,21 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 from ray.data.exceptions import ExecutionTimeoutError
+from ray.exceptions import OutOfDiskError
 
-from rayspec.batch import documents
+from rayspec.batch import documents, ray_backend
 from rayspec.batch.documents import input_row
 from rayspec.batch.input_files import find_files
 from rayspec.batch.job import LocalBackend, Order, Source, in_sample
-from rayspec.batch.ray_backend import _READER_THREADS, RayBackend, reader_threads, reading, rows_of
+from rayspec.batch.ray_backend import (
+    _READER_THREADS,
+    RayBackend,
+    ReadingError,
+    errors_of_reading,
+    reader_threads,
+    reading,
+    rows_of,
+)
 from rayspec.batch.rows import Row
 from rayspec.ray_session import refuse_client
 from rayspec.types import ConfigError
@@ -107,6 +117,29 @@ def test_large_parquet_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pyt
 def _slow(row: dict[str, Any]) -> dict[str, Any]:
     time.sleep(1.5)
     return row
+
+
+def _dying(*_: object) -> Iterator[Any]:
+    os._exit(1)
+    yield
+
+
+def _full() -> None:
+    raise OutOfDiskError("Local disk is full")
+
+
+@pytest.mark.parametrize(("task", "reason"), [(_dying, "worker died unexpectedly"), (_full, "Local disk is full")])
+def test_what_ray_loses_while_it_reads_is_one_line(task: Any, reason: str) -> None:
+    with pytest.raises(ReadingError, match=rf"{reason}.* goes on from there"), errors_of_reading():
+        ray.get(ray.remote(max_retries=0)(lambda: next(task() or iter(()))).remote())
+
+
+@pytest.mark.exhaustive
+def test_a_file_that_readers_die_of_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a text", encoding="utf-8")
+    monkeypatch.setattr(ray_backend, "scan_pieces", _dying)
+    with pytest.raises(ReadingError, match="worker died unexpectedly"):
+        RayBackend().scan(source_of(tmp_path))
 
 
 def test_an_address_of_rays_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

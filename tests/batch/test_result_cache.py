@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.batch import rows
+from rayspec.batch.job import LocalPool
 from rayspec.batch.result_cache import ResultCache, _digest
 from rayspec.batch.rows import Row
 from rayspec.cli import app
 from rayspec.demo import model_path
+from rayspec.types import EngineStats
 from tests.jobs.job_process import FAST, write_lines
 
 ONE, TWO = "The annual review of the harbour.", "The quarterly report of the mill."
@@ -106,7 +109,9 @@ def test_an_adapter_that_has_changed_has_no_results(tmp_path: Path) -> None:
     assert ResultCache(str(tmp_path / "cache"), {"engine": engine}).find("0") is None
 
 
-def test_a_run_that_goes_on_says_that_the_model_was_written_since(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_says_that_the_model_was_written_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(model_path(), tmp_path / "model")
     options = ("--model", "model", "--dtype", "float32", "--strategy", "ar", "--max-tokens", "2", "--prompt", "{text}")
 
@@ -120,6 +125,15 @@ def test_a_run_that_goes_on_says_that_the_model_was_written_since(tmp_path: Path
     write_lines(tmp_path / "in.jsonl", [{"id": n, "text": text} for n, text in enumerate((ONE, TWO, ONE, ONE, "New."))])
     assert [warns(), warns()] == [True, True], "with a row that the other model does, and without"
     assert [warns("--overwrite"), warns()] == [False, False]
+    stats = LocalPool.stats
+
+    def replaced(pool: LocalPool) -> EngineStats:
+        """As of a pool whose engine died, and another read a new model."""
+        os.utime(tmp_path / "model" / "model.safetensors", (2, 2))
+        return replace(stats(pool), died_at_s=[0.0])
+
+    monkeypatch.setattr(LocalPool, "stats", replaced)
+    assert warns("--overwrite")
 
 
 def test_broken_results_are_computed_again(loads: list[str], tmp_path: Path) -> None:

@@ -4,9 +4,13 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from rayspec.batch.commands import _run
+from rayspec.batch.job import Job, LocalBackend, Source
+from rayspec.batch.report import RunReport
 from tests.exhaustive import few_of
 
 JOBS = Path(__file__).parent.parent.parent / "jobs"
@@ -35,6 +39,20 @@ def test_an_input_that_is_not_there_ends_a_job_before_anything_is_started(tmp_pa
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: input 'none*.jsonl': it matches nothing; correct it, or leave it out\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("output", "is_told"), [("out", True), ("/tmp/out", False), ("file:///tmp/out", False)])
+def test_an_output_in_rays_copy_of_the_working_folder_is_told(
+    output: str, is_told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After `ray job submit --working-dir`, where Ray deletes it sooner or later."""
+    folder = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(Job, "run", lambda _job, _source: RunReport())
+    job = Job(backend=LocalBackend(), task=Mock(), output=output, name="texts", text_column="text")
+    _run(job, Source())
+    assert ("which Ray deletes: name another place" in " ".join(capsys.readouterr().err.split())) is is_told
 
 
 def test_no_job_hides_a_module_of_python() -> None:

@@ -16,7 +16,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
-from ray.exceptions import OutOfDiskError, RayTaskError
+from ray.exceptions import ActorUnavailableError, OutOfDiskError, RayTaskError
 
 from rayspec import SamplingParams
 from rayspec.batch.document_task import DocumentTask
@@ -120,6 +120,23 @@ def test_without_room_in_rays_store_no_item_is_to_blame() -> None:
         engine._fail(engine._death(RayTaskError("outputs", "", full).as_instanceof_cause()))
         with pytest.raises(NodeLostError, match="the engine's outputs cannot be sent: Local disk is full"):
             await engine.handle("other")
+        engine.end()
+
+    asyncio.run(run())
+
+
+def test_items_that_do_not_reach_an_engine_do_not_wait_for_ever_and_none_is_to_blame() -> None:
+    """Where the network fails for a moment, the stream of outputs may go on."""
+    lost = ActorUnavailableError("the connection failed", None)
+
+    async def run() -> None:
+        engine = RemoteEngine(Scripted(EngineConfig(model="demo")))
+        await engine.load()
+        engine._actor, actor = SimpleNamespace(take=Mock(remote=AsyncMock(side_effect=lost))), engine._actor
+        engine._reader = asyncio.create_task(asyncio.sleep(60))
+        with pytest.raises(NodeLostError, match=r"cannot be reached: .*the connection failed"):
+            await asyncio.wait_for(engine.handle("item"), 10)
+        engine._actor = actor
         engine.end()
 
     asyncio.run(run())

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import serve
 
 from rayspec.pool.stopped import Place
 from rayspec.serve.watch import PERIOD_S, RecentRates, Watch, WatchedReplica
@@ -49,6 +50,20 @@ def test_a_model_that_has_scaled_to_zero_is_no_problem() -> None:
     assert watch.known_problems == ["n: starting"]
     watch.replicas |= {"m": {}, "n": {}}
     assert watch.known_problems == ["n: starting"]
+
+
+@pytest.mark.parametrize("trigger", ["REPLICA_STARTUP_FAILED", "AUTOSCALING"])
+def test_a_model_whose_replicas_fail_to_start_is_a_problem(trigger: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks like a model that has scaled to zero."""
+    handle = SimpleNamespace(
+        app_name="app", deployment_name="Model:m", is_initialized=True, running_replicas_populated=lambda: True
+    )
+    watch = Watch({"m": handle}, replica_timeout_s=TIMEOUT_S, may_be_absent={"m"})
+    model = SimpleNamespace(status_trigger=trigger)
+    app = SimpleNamespace(deployments={"Model:m": model})
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app, "other": app}))
+    problems = ["m: its replicas fail to start"] if trigger == "REPLICA_STARTUP_FAILED" else []
+    assert asyncio.run(watch.problems()) == problems
 
 
 def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_asked() -> None:
