@@ -333,6 +333,8 @@ def chat(
 
 def _lines() -> Iterator[str]:
     """Yield the lines of stdin that are not blank, with a prompt on a terminal."""
+    if sys.stdin is None:  # it was closed before the start
+        return
     is_terminal = sys.stdin.isatty()
     with suppress(EOFError):
         while True:

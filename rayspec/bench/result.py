@@ -207,6 +207,7 @@ def _commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603
 
     try:
+        git("ls-files", "--error-unmatch", __file__)  # an installed package may lie in a checkout of the user's
         commit = git("rev-parse", "--short=12", "HEAD")
         return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):

@@ -75,7 +75,8 @@ def say(line: str) -> None:
 
 def print_text(text: str, end: str = "\n") -> None:
     """Print a text of documents or models: as it is to a file or a pipe, without effects to a terminal."""
-    print(inert(text) if sys.stdout.isatty() else text, end=end, flush=True)  # noqa: T201 - a command's output
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed before the start
+    print(inert(text) if is_terminal else text, end=end, flush=True)  # noqa: T201 - a command's output
 
 
 def check_output(path: Path | None, option: str) -> None:

@@ -1,9 +1,12 @@
 """The arithmetic on made-up samples, and the page for people."""
 
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayspec.bench import result
 from rayspec.bench.result import Sample, bench_markdown, bench_row, markdown_table
 from rayspec.types import EngineStats
 
@@ -62,3 +65,18 @@ def test_the_page_has_all_speed_ups_in_one_table_and_the_best_in_bold() -> None:
 
 def test_a_cell_with_a_bar_is_one_cell() -> None:
     assert markdown_table(["a", "b"], [["x | y", "1"]], num_left=1) == "| a | b |\n| --- | ---: |\n| x \\| y | 1 |"
+
+
+def test_the_commit_is_not_that_of_a_repository_with_an_environment_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a", "--allow-empty"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *arguments], check=True)
+    (installed := tmp_path / "result.py").touch()
+    monkeypatch.setattr(result, "__file__", str(installed))
+    assert result._commit() is None
+    subprocess.run(["git", "-C", str(tmp_path), "add", "result.py"], check=True)
+    assert str(result._commit()).endswith("+")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from rayspec import cli
 from rayspec.command.terminal import clean_exit, output_console, print_text, save_json, say
 
 
@@ -65,7 +66,8 @@ def test_what_is_printed_is_utf_8_in_every_locale() -> None:
 
 
 def test_progress_that_cannot_be_written_ends_no_command() -> None:
-    code = "from rayspec.command.terminal import clean_exit, say\nwith clean_exit(): say('a'); print('b'); say('c')"
+    code = "from rayspec import cli
+from rayspec.command.terminal import clean_exit, say\nwith clean_exit(): say('a'); print('b'); say('c')"
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "b\n")
@@ -97,3 +99,10 @@ def test_what_is_printed_has_no_effect_on_a_terminal(
 def test_a_text_is_printed_to_a_pipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     print_text(ACTIVE)
     assert capsys.readouterr().out == f"{ACTIVE}\n"
+
+
+def test_streams_that_were_closed_before_the_start_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    print_text("a")
+    assert list(cli._lines()) == []
