@@ -66,8 +66,7 @@ def test_what_is_printed_is_utf_8_in_every_locale() -> None:
 
 
 def test_progress_that_cannot_be_written_ends_no_command() -> None:
-    code = "from rayspec import cli
-from rayspec.command.terminal import clean_exit, say\nwith clean_exit(): say('a'); print('b'); say('c')"
+    code = "from rayspec.command.terminal import clean_exit, say\nwith clean_exit(): say('a'); print('b'); say('c')"
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "b\n")
