@@ -127,7 +127,7 @@ class EngineLoop:
                 self._put(self._admit, [one for one in arrivals.values() if one.form is None])
         for arrival in arrivals.values():
             if arrival.form is not None:
-                compiled = self.engine.model.grammars.compiled(arrival.form, arrival.is_wanted, arrival.request.owner)
+                compiled = self.engine.model.grammars.compiled(arrival.form, arrival.is_wanted, arrival.request.client)
                 compiled.add_done_callback(partial(self._put, self._admit, [arrival]))
         return [arrival.future for arrival in arrivals.values()]
 

@@ -65,23 +65,23 @@ class CompiledForm:
 
 
 class _FairThreads:
-    """Threads that work for owners in turn."""
+    """Threads that work for clients in turn."""
 
     def __init__(self, num_threads: int) -> None:
-        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()  # by owner, whose turn it is first
+        self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()  # by client, whose turn it is first
         self._threads, self._lock = ThreadPoolExecutor(num_threads, "rayspec-grammar"), threading.Lock()
 
-    def submit(self, owner: str, work: Callable[[], None]) -> None:
+    def submit(self, client: str, work: Callable[[], None]) -> None:
         with self._lock:
-            self._waiting.setdefault(owner, deque()).append(work)
+            self._waiting.setdefault(client, deque()).append(work)
         self._threads.submit(self._next)
 
     def _next(self) -> None:
         with self._lock:
-            owner, works = self._waiting.popitem(last=False)
+            client, works = self._waiting.popitem(last=False)
             work = works.popleft()
             if works:
-                self._waiting[owner] = works
+                self._waiting[client] = works
         work()
 
 
@@ -115,17 +115,17 @@ class Grammars:
         self.slow = ThreadPoolExecutor(_NUM_THREADS, "rayspec-slow-masks", _yield_to_others)
 
     def compiled(
-        self, form: StructuredOutputsParams, is_wanted: Callable[[], bool] = lambda: True, owner: str = ""
+        self, form: StructuredOutputsParams, is_wanted: Callable[[], bool] = lambda: True, client: str = ""
     ) -> Future[CompiledForm]:
         """Return the compiled form, at once. The future fails with GrammarError; and with CancelledError if nobody
         wants the form when its turn comes. Nothing is compiled again while a caller has its future.
-        owner: of the request. The forms of owners are compiled in turn, and those that take long behind all others."""
+        client: of the request. The forms of clients are compiled in turn, and slow forms come last."""
         with self._lock:
             future = self._in_use.get(form)
             if future is None:
                 self._wishes[form] = []
                 future = self._in_use[form] = Future()
-                self._threads.submit(owner, partial(self._settle, form, owner, future))
+                self._threads.submit(client, partial(self._settle, form, client, future))
             if form in self._wishes:
                 self._wishes[form].append(is_wanted)
             self._kept[form] = future
@@ -144,12 +144,12 @@ class Grammars:
             self._kept.pop(form, None)
 
     def _settle(
-        self, form: StructuredOutputsParams, owner: str, future: Future[CompiledForm], most_s: int = QUICK_S
+        self, form: StructuredOutputsParams, client: str, future: Future[CompiledForm], most_s: int = QUICK_S
     ) -> None:
         try:
             future.set_result(self._compile(form, most_s))
         except TimeoutError:
-            self._patient.submit(owner, partial(self._settle, form, owner, future, MOST_S))
+            self._patient.submit(client, partial(self._settle, form, client, future, MOST_S))
             return
         except BaseException as error:  # noqa: BLE001 - whoever has the future gets it
             if isinstance(error.__cause__, OSError):  # of a process: the next request may succeed

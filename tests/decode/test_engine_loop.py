@@ -199,6 +199,15 @@ def test_a_prompt_that_the_tokenizer_cannot_decode_is_left_to_the_engine(loop: E
     assert form.reasoning == "before"
 
 
+def test_forms_are_compiled_for_clients_and_not_for_keys() -> None:
+    """Without keys all requests have the same owner: the slow forms of one client would hold up those of all others."""
+    engine: Any = CountingEngine()
+    engine.model, params = Mock(), SamplingParams(structured_outputs=StructuredOutputsParams(json_object=True))
+    loop = EngineLoop(engine)
+    loop.submit(Request(request_id="a", params=params, prompt="a", owner="key", client="192.0.2.1"))
+    assert engine.model.grammars.compiled.call_args.args[-1] == "192.0.2.1"
+
+
 def test_the_thread_of_deliveries_outlives_a_future_that_was_cancelled_twice() -> None:
     future: Future[RequestOutput] = Future()
     future.cancel()

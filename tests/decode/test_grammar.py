@@ -467,13 +467,13 @@ def test_a_form_that_is_wanted_again_while_it_is_given_up_is_compiled(monkeypatc
     assert again[0].result(60).mask.any()
 
 
-def test_owners_have_their_forms_compiled_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_have_their_forms_compiled_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayspec.forms.grammar._NUM_THREADS", 1)
     grammars, event, order = _grammars(), threading.Event(), list[str]()
     grammars._threads.submit("", partial(_await, event))
     futures = []
     for name in ("a1", "a2", "a3", "b1"):
-        futures.append(grammars.compiled(StructuredOutputsParams(regex=name), owner=name[0]))
+        futures.append(grammars.compiled(StructuredOutputsParams(regex=name), client=name[0]))
         futures[-1].add_done_callback(lambda _, name=name: order.append(name))
     event.set()
     wait_until(lambda: len(order) == len(futures), 60)
