@@ -127,3 +127,7 @@ def test_what_needs_no_package_of_an_extra_works_without_and_the_rest_names_the_
     assert errors[-1] == "0", errors
     assert [*errors[errors.index(line) :]][:4] == [line, "2"] * 2
     assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_type_checkers_read_the_types_of_the_package() -> None:
+    assert (Path(rayspec.__file__).parent / "py.typed").is_file(), "PEP 561: without it, all names are Any"
