@@ -39,7 +39,9 @@ _FORMATS = {
 }
 _SAID = {
     "NoExtensionBias": "no text has this form: a part of it matches nothing, as the regex [^\\s\\S] does, or a $ref, "
-    "or a rule of a grammar, leads to itself and to nothing else"
+    "or a rule of a grammar, leads to itself and to nothing else",
+    "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": "oneOf is "
+    "supported only where no value has two of its forms: write anyOf",
 }
 _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
 

@@ -341,6 +341,10 @@ def test_parameters_that_leave_no_token_of_the_form_fail_the_request(llm: LLM) -
         ),
         ({"properties": {"a": {"format": "iri"}, "b": {"format": "x"}}}, ".properties.a: Unknown format: iri"),
         ({"properties": {"a": {"items": {"format": "x", "not": {}}}}}, ".properties.a.items: Unimplemented keys"),
+        (
+            {"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}},
+            ".properties.a: oneOf is supported",
+        ),
     ],
 )
 def test_a_schema_that_llguidance_does_not_know_says_where(schema: dict[str, Any], message: str) -> None:
