@@ -100,6 +100,8 @@ def _in_pieces(send: Send) -> Send:
     async def send_pieces(message: Message) -> None:
         body = message.get("body", b"")
         for start in range(0, len(body), _BYTES_SENT_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)  # lets the server see that a client has left: each write would be a line of log
             end = start + _BYTES_SENT_AT_ONCE
             has_more = end < len(body) or message.get("more_body", False)
             await send({"type": message["type"], "body": body[start:end], "more_body": has_more})

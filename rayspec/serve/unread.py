@@ -41,7 +41,9 @@ class Unread:
             del self._sending[answer], self._num_bytes[answer]
 
     def add(self, answer: Response, num_bytes: int) -> None:
-        """Count more bytes of an answer, or fewer, that wait."""
+        """Count more bytes of an answer, or fewer, that wait. An answer that has ended counts no more."""
+        if answer not in self._sending:
+            return
         self._num_bytes[answer] += num_bytes
         if num_bytes > 0 and self._num_bytes.total() > self._most:
             largest, num_unread = self._num_bytes.most_common(1)[0]

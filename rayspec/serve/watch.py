@@ -221,6 +221,7 @@ class Watch:
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
         self._replaced_until_s: dict[str, float] = {}
         self._unknown_until_s = time.monotonic() + _REPLACED_S
+        self._serve_status: asyncio.Future[Any] | None = None  # one question at a time: a thread waits for the answer
 
     def can_serve(self, model: str) -> bool:
         """Return whether a request would reach an engine, now or after a wait. True at first while nothing is known, as
@@ -264,9 +265,13 @@ class Watch:
         absent = [model for model in self._may_be_absent if self.is_absent(model)]
         if not absent:
             return []
+        if self._serve_status is None or self._serve_status.done():
+            self._serve_status = asyncio.ensure_future(asyncio.to_thread(serve.status))
+        asked = self._serve_status
+        await asyncio.wait({asked}, timeout=_STATUS_TIMEOUT_S)
         try:
-            known = (await asyncio.wait_for(asyncio.to_thread(serve.status), _STATUS_TIMEOUT_S)).applications
-        except (RayError, RayServeException, asyncio.TimeoutError):  # the controller is being replaced
+            known = asked.result().applications
+        except (RayError, RayServeException, asyncio.InvalidStateError):  # the controller is being replaced
             return []
         failing = {
             (app, name)

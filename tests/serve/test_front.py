@@ -1,5 +1,6 @@
 """The HTTP server under clients that are slow, strange or hostile, with a small application behind it."""
 
+import asyncio
 import itertools
 import json
 import socket
@@ -13,7 +14,9 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message
 
+from rayspec.serve.front import _in_pieces
 from tests.serve.endpoint_process import served
 from tests.waiting import wait_until
 
@@ -151,6 +154,24 @@ def test_an_answer_that_is_read_slowly_comes_whole(address: tuple[str, int], pat
             num_bytes += len(piece)
             time.sleep(TIMEOUT_S / 10)
     assert num_bytes > 2**25
+
+
+def test_a_client_that_leaves_in_a_large_answer_is_noticed_before_the_next_piece() -> None:
+    """The event loop learns of it. Until then each write was a line in the log: 910 for an answer of 60 MB."""
+    written: list[Message] = []
+
+    async def run() -> None:
+        lost = asyncio.Event()
+
+        async def send(message: Message) -> None:
+            if not lost.is_set():
+                written.append(message)
+                asyncio.get_running_loop().call_soon(lost.set)
+
+        await _in_pieces(send)({"type": "http.response.body", "body": b"x" * 2**20})
+
+    asyncio.run(run())
+    assert len(written) == 1
 
 
 def test_a_client_that_ends_its_side_early_is_told(address: tuple[str, int]) -> None:

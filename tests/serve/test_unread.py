@@ -1,11 +1,13 @@
 """Answers that their clients hardly read, from the ingress through the front."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
+from starlette.responses import Response
 
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.unread import Unread
@@ -77,3 +79,20 @@ def test_of_answers_that_are_not_read_the_largest_is_broken_off(monkeypatch: pyt
         wait_until(lambda: ingress.entry.num_under_way == (0 if stream else 1), 60)
         assert num_read(first) < 24 * MEBIBYTE
         assert ingress.unread._num_bytes.total() <= 32 * MEBIBYTE
+
+
+def test_an_event_that_comes_after_the_end_of_its_answer_does_not_count() -> None:
+    """A cancelled wait may still return one. It would count for ever, and end the streams of others."""
+    unread, ended, other = Unread(most=10), Response(), Response()
+
+    async def run() -> None:
+        unread.add(ended, 9)
+        under_way = asyncio.create_task(unread.send(other, asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        unread.add(other, 5)
+        await asyncio.sleep(0)
+        assert not under_way.done()
+        under_way.cancel()
+
+    asyncio.run(run())
+    assert unread._num_bytes.total() == 0

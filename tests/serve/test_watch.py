@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,24 @@ def test_a_model_whose_replicas_fail_to_start_is_a_problem(trigger: str, monkeyp
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app, "other": app}))
     problems = ["m: its replicas fail to start"] if trigger == "REPLICA_STARTUP_FAILED" else []
     assert asyncio.run(watch.problems()) == problems
+
+
+def test_serve_is_asked_by_one_thread_however_often_the_health_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While Serve's controller did not answer, the threads of all other work waited for it."""
+    handle = SimpleNamespace(
+        app_name="a", deployment_name="m", is_initialized=True, running_replicas_populated=lambda: 1
+    )
+    watch, asked, goes_on = Watch({"m": handle}, replica_timeout_s=60, may_be_absent={"m"}), list[int](), Event()
+    monkeypatch.setattr("rayspec.serve.watch._STATUS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(serve, "status", lambda: asked.append(1) or goes_on.wait(60))
+
+    async def run() -> None:
+        assert await asyncio.gather(*(watch.problems() for _ in range(4))) == [[]] * 4
+        assert await watch.problems() == []
+        goes_on.set()
+
+    asyncio.run(run())
+    assert len(asked) == 1
 
 
 def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_asked() -> None:
