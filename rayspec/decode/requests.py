@@ -328,7 +328,9 @@ class Requests(dict[str, LiveRequest]):
             words = bad_word_tokens(params.bad_words, self._model.tokenizer)
             params = params.model_copy(update={"bad_words_ids": (*params.bad_words_ids, *words)})
         if params.structured_outputs is not None:
-            self._model.grammars.compiled(params.structured_outputs).result()
+            failed = self._model.grammars.compiled(params.structured_outputs).exception()
+            if failed is not None:  # for all requests with the form: each would leave its frames, and so its prompt
+                raise failed.with_traceback(None)
         sequences = [self._new_sequence(request, index, token_ids, params) for index in range(params.n)]
         for sequence in sequences[1:]:
             sequence.first, sequence.prompt_hashes = sequences[0], sequences[0].prompt_hashes

@@ -8,6 +8,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
@@ -700,6 +701,17 @@ def test_a_form_that_cannot_be_compiled_and_a_state_that_ends_leave_no_memory() 
     del constraint
     wait_until(lambda: begun() is None)
     assert kept.done()
+
+
+def test_requests_with_a_broken_form_leave_nothing_in_its_error(llm: LLM) -> None:
+    """It is kept with the form, and had the frames of each request, which hold prompts."""
+    form, depths = StructuredOutputsParams(regex="(((a"), list[int]()
+    for _ in range(3):
+        (output,) = llm.generate(["x"], SamplingParams(max_tokens=2, structured_outputs=form), use_tqdm=False)
+        assert isinstance(output.error, GrammarError)
+        failed = llm.engine.model.grammars.compiled(form).exception()
+        depths.append(sum(1 for _ in traceback.walk_tb(failed.__traceback__ if failed is not None else None)))
+    assert len(set(depths)) == 1
 
 
 def test_a_form_that_one_text_makes_too_hard_is_there_for_others() -> None:
