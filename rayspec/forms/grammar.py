@@ -42,6 +42,7 @@ _MAX_KEPT_BYTES = 2**27
 # Seconds of a core to follow a form, at first and for each token. A slow form is not drafted for, and not kept, because
 # its states may take much memory; a form that is too slow fails its sequence.
 _SLOW_S, _TOO_SLOW_S = (0.1, 0.003), (0.5, 0.01)
+_TAKES_TOO_LONG = "following it takes too long: make its texts and repetitions shorter"
 _LIGHT = 8192  # characters of a JSON schema without expressions, whose masks take 15 ms at most
 _PATIENCE_S = 0.02  # how long other sequences wait for work on a form
 
@@ -128,8 +129,9 @@ class Grammars:
                 self._threads.submit(client, partial(self._settle, form, client, future))
             if form in self._wishes:
                 self._wishes[form].append(is_wanted)
-            self._kept[form] = future
-            self._kept.move_to_end(form)
+            if not (future.done() and future.exception()):  # a failure that was forgotten must not come back
+                self._kept[form] = future
+                self._kept.move_to_end(form)
             if len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
         return future
@@ -194,6 +196,9 @@ class Grammars:
             mask_s = time.thread_time() - start_s
         if first.is_error():
             raise GrammarError(f"structured_outputs.{name}: {without_state(first.get_error())}")
+        if mask_s > _TOO_SLOW_S[0]:  # now, because it takes much memory until its request fails
+            self.forget(form)
+            raise GrammarError(f"structured_outputs.{name}: {_TAKES_TOO_LONG}")
         num_kept_bytes = num_bytes
         with self._lock:
             for kept, future in reversed(list(self._kept.items())):
@@ -490,9 +495,7 @@ class Constraint:
     def _state(self) -> LLMatcher | None:
         """Return the state after the committed tokens; None if there is none, see `error`."""
         if self._takes_more_than(_TOO_SLOW_S):
-            self.error = (
-                self.error or "structured_outputs: following it takes too long: make its texts and repetitions shorter"
-            )
+            self.error = self.error or f"structured_outputs: {_TAKES_TOO_LONG}"
             return None
         if self._current is None or self._current.is_error():
             compiled = self._compiled.result()

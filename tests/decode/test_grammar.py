@@ -676,7 +676,7 @@ def test_a_form_that_becomes_too_hard_fails_its_request_alone(
 
 def test_a_form_that_fails_its_request_leaves_no_memory(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a collection of garbage, which may come late: the collector does not see the memory of llguidance."""
-    monkeypatch.setattr("rayspec.forms.grammar._TOO_SLOW_S", (0.0, 0.0))
+    monkeypatch.setattr("rayspec.forms.grammar._TOO_SLOW_S", (10.0, -20.0))  # after the first token
     form = StructuredOutputsParams(regex="a{3,5}b")
     gc.collect()
     gc.disable()
@@ -686,6 +686,15 @@ def test_a_form_that_fails_its_request_leaves_no_memory(llm: LLM, monkeypatch: p
         wait_until(lambda: not any(isinstance(one, Constraint) for one in gc.get_objects()))
     finally:
         gc.enable()
+
+
+def test_a_form_that_is_too_slow_at_once_is_refused_before_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.forms.grammar._TOO_SLOW_S", (0.0, 0.0))
+    grammars, form = _grammars(), StructuredOutputsParams(regex="a{3,5}b")
+    first = grammars.compiled(form)
+    assert str(first.exception()).startswith("structured_outputs.regex: following it takes too long")
+    assert grammars.compiled(form) is first, "the engine asks again for a request that waited"
+    assert not grammars._kept, "another time it may be quick enough"
 
 
 def test_a_form_that_cannot_be_compiled_and_a_state_that_ends_leave_no_memory() -> None:
