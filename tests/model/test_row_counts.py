@@ -101,6 +101,22 @@ def test_a_length_of_chains_that_matters_is_found(count: int) -> None:
     _require_counts(lambda _, rows: rows.spans[0].num_rows == count, RowCounts(1, 64, 1), "bfloat16")
 
 
+def test_differences_of_attention_are_found_beyond_windows_and_under_later_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attend = PackedRows.attend
+
+    def rounding(self: PackedRows, *args: Any, **keywords: Any) -> Tensor:
+        """Wherever several rows read more than 40 keys, a number differs by a bit."""
+        mixed, kind = attend(self, *args, **keywords), args[-1]
+        if self.spans[0].num_rows > 1 and kind.sliding_window is None and self.spans[0].end > 40:
+            mixed.view(torch.int16)[0, 0, 0] ^= 1
+        return mixed
+
+    monkeypatch.setattr(PackedRows, "attend", rounding)
+    assert independent_row_counts(modules_of(checkpoint("mistral"), "bfloat16")).longest_chain == 1
+
+
 @pytest.mark.skipif(cpu_class() != "AMX", reason="measured with AMX: on others, the test at load decides")
 @pytest.mark.parametrize("num_heads", few_of([2, 4, 6, 10, 14], [2, 14]))
 @torch.inference_mode()
