@@ -39,6 +39,7 @@ Result = TypeVar("Result")
 _MAX_KEPT = 64  # compiled forms
 _NUM_THREADS = 2
 _MAX_KEPT_BYTES = 2**27
+_BYTES_OF_MASK_S = 2**28  # that the lexer grows by in a second of making masks; b{240000} takes 80 MB in 0.3 s
 # Seconds of a core to follow a form, at first and for each token. A slow form is not drafted for, and not kept, because
 # its states may take much memory; a form that is too slow fails its sequence.
 _SLOW_S, _TOO_SLOW_S = (0.1, 0.003), (0.5, 0.01)
@@ -199,6 +200,7 @@ class Grammars:
         if mask_s > _TOO_SLOW_S[0]:  # now, because it takes much memory until its request fails
             self.forget(form)
             raise GrammarError(f"structured_outputs.{name}: {_TAKES_TOO_LONG}")
+        num_bytes += int(mask_s * _BYTES_OF_MASK_S)
         num_kept_bytes = num_bytes
         with self._lock:
             for kept, future in reversed(list(self._kept.items())):

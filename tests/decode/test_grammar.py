@@ -507,6 +507,14 @@ def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> N
     wait_until(lambda: sum(one() is not None for one in gone) <= 1)
 
 
+def test_forms_whose_masks_grow_their_lexers_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.forms.grammar._BYTES_OF_MASK_S", 2**50)
+    grammars = _grammars()
+    for number in range(4):
+        grammars.compiled(StructuredOutputsParams(regex=f"a{{{number + 3}}}")).result()
+    assert len(grammars._kept) == 1
+
+
 def test_few_compiled_forms_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayspec.forms.grammar._MAX_KEPT", most := 5)
     grammars = _grammars()
