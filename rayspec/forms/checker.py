@@ -24,6 +24,7 @@ QUICK_S, MOST_S = 1, 5  # of a core
 _MOST_BYTES = 64 * 2**20
 _STACK_BYTES = 2**20  # half of what threads have at least, so that the engine's process has enough
 _MAX_ITEMS = 10_000  # of llguidance's parser at a place of the text; a property that may be left out needs four
+_FUEL, _FUEL_OF_CHARACTER = 100_000, 4  # expressions that a form may grow to; a million of c{240000} take 100 MB
 _MAX_CHARACTERS = 600  # of an error, which may quote the form
 _MAX_SCHEMAS = 200  # that are compiled to find the place of an error
 _WHITESPACE = r"\x20|\r?\n[\x20\t]{0,32}"  # as people write JSON; without a limit, some models write nothing else
@@ -42,6 +43,7 @@ _SAID = {
     "or a rule of a grammar, leads to itself and to nothing else",
     "oneOf constraints are not supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf": "oneOf is "
     "supported only where no value has two of its forms: write anyOf",
+    "lexer error: too many expressions constructed": "too many expressions constructed: make its repetitions shorter",
 }
 _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
 
@@ -94,10 +96,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def parser_limits() -> LLParserLimits:
+def parser_limits(grammar: str) -> LLParserLimits:
+    """Return the limits of a form, as llguidance reads it: what it may cost is in proportion to its length."""
     from llguidance import LLParserLimits  # noqa: PLC0415
 
-    return LLParserLimits(max_items_in_row=_MAX_ITEMS)
+    fuel = min(_FUEL + _FUEL_OF_CHARACTER * len(grammar), LLParserLimits().initial_lexer_fuel)
+    return LLParserLimits(max_items_in_row=_MAX_ITEMS, initial_lexer_fuel=fuel)
 
 
 def without_state(problem: str) -> str:
@@ -152,7 +156,7 @@ def _compile(form: dict[str, Any], results: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         grammar = _after_reasoning(_grammar_of(form), form["reasoning"], form["marks"])
-        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits(grammar))
         problem = without_state(matcher.get_error())
     except MemoryError:
         return
@@ -216,7 +220,7 @@ def _place_of(schema: dict[str, Any], problem: str) -> str:
         name, part = parts.pop(0)
         num_left -= 1
         grammar = LLMatcher.grammar_from_json_schema({**shared, **part})
-        if without_state(LLMatcher.validate_grammar(grammar, limits=parser_limits())) == problem:
+        if without_state(LLMatcher.validate_grammar(grammar, limits=parser_limits(grammar))) == problem:
             place, parts = place + name, list(_parts_of(part))
     return place
 

@@ -181,7 +181,7 @@ class Grammars:
 
             tokenizer = self._own_tokenizer()
             grammar, num_bytes = self._checker.grammar({**dataclasses.asdict(form), "marks": self._marks}, most_s)
-            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits(grammar))
         except TimeoutError:
             raise
         # Not installed, a tokenizer that is no use, a form that cannot be compiled, a panic of llguidance.
@@ -224,7 +224,7 @@ class Grammars:
                 del self._in_use[form]
                 self._kept.pop(form, None)
         renewed: Future[CompiledForm] = Future()
-        matcher = LLMatcher(self._own_tokenizer(), full.grammar, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(self._own_tokenizer(), full.grammar, log_level=0, limits=parser_limits(full.grammar))
         renewed.set_result(dataclasses.replace(full, initial=matcher))
         return renewed
 
