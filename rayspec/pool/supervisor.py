@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ _POOL_STOP_TIMEOUT_S = 20.0
 _ANSWER_TIMEOUT_S = 5.0
 _PLACE_AGAIN_S = 30.0
 _LEAST_CALLS = 4096
+_SIGNALS_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -318,7 +319,10 @@ class EnginePool:
         self._thread = LoopThread("rayspec-pool")
 
     def begin(self) -> Any:
-        return self.ask(self.supervisor.begin()).result()
+        info = self.ask(self.supervisor.begin())
+        while not wait([info], _SIGNALS_S).done:
+            pass  # a signal that came to another thread is handled only when this one runs
+        return info.result()
 
     def submit(self, item: Any, listen: Callable[[], Callback] | None = None) -> Future[Any]:
         """Return a future of the result, see `EngineSupervisor.handle`. Cancelling it ends the work on the item."""

@@ -191,7 +191,7 @@ def test_sigterm_while_the_engine_is_loading_ends_the_job_at_once(tmp_path: Path
     def terminate_when_it_loads() -> None:
         while not any(one["name"].startswith("rayspec-engine-") for one in ray.util.list_named_actors(True)):
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # a signal to a process comes to any thread
 
     task = noted(tmp_path, load_s=30)
     thread = threading.Thread(target=terminate_when_it_loads)
