@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# Packages that `pip install rayspec` leaves out, and the extra that brings each.
+# Packages that an installation without extras leaves out, and the extra that brings each.
 _EXTRAS = {
     **dict.fromkeys(("ray", "zmq"), "ray"),
     **dict.fromkeys(("aiohttp", "fastapi", "h11", "starlette", "uvicorn"), "serve"),
     "deepspeed": "deepspeed",
+    "gguf": "gguf",
     "llguidance": "structured",
     "pypdf": "documents",
     "triton": "cuda",
@@ -118,9 +119,12 @@ def naming_the_extra() -> Iterator[None]:
         name = (error.name or "").partition(".")[0]
         if name not in _EXTRAS:
             raise
-        raise ConfigError(
-            f"package {name!r} is not installed here: run `pip install 'rayspec[{_EXTRAS[name]}]'`"
-        ) from error
+        raise ConfigError(f"package {name!r} is not installed here: {remedy_for(name)}") from error
+
+
+def remedy_for(package: str) -> str:
+    """Return how to install a package that an extra brings. The name `rayspec` belongs to another project on PyPI."""
+    return f"run `pip install '.[{_EXTRAS[package]}]'` in rayspec's checkout"
 
 
 def reason_of(error: BaseException) -> str:

@@ -118,12 +118,12 @@ def test_what_needs_no_package_of_an_extra_works_without_and_the_rest_names_the_
     first, form, second, *_ = done.stdout.splitlines()
     assert first == "4"
     assert form.startswith(
-        "structured_outputs.regex: package 'llguidance' is not installed here: run `pip install 'rays"
+        "structured_outputs.regex: package 'llguidance' is not installed here: run `pip install '.[structured]'"
     )
     assert second.startswith("ConfigError package ")
-    assert second.endswith("run `pip install 'rayspec[ray]'`")
+    assert second.endswith("run `pip install '.[ray]'` in rayspec's checkout")
     errors = done.stderr.splitlines()
-    line = "error: package 'ray' is not installed here: run `pip install 'rayspec[ray]'`"
+    line = "error: package 'ray' is not installed here: run `pip install '.[ray]'` in rayspec's checkout"
     assert errors[-1] == "0", errors
     assert [*errors[errors.index(line) :]][:4] == [line, "2"] * 2
     assert (tmp_path / "out" / "report.html").exists()

@@ -29,6 +29,7 @@ from rayspec.command.locations import Location
 from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, output_console, say
 from rayspec.config import EngineConfig, Settings, SpeculationOptions, Strategy
 from rayspec.demo import BUNDLED, SampleDocument
+from rayspec.errors import remedy_for
 from rayspec.machine import cpu_name, num_cores
 from rayspec.types import CheckpointError, ConfigError, EngineStats
 
@@ -145,7 +146,7 @@ def example_files(folder: Path, *, pages: bool) -> dict[str, SampleDocument]:
 def _available_model() -> str:
     """Return the real model if it is in the cache or can be fetched, else the bundled model."""
     if find_spec("gguf") is None:
-        reason = "package 'gguf' is not installed: pip install 'rayspec[gguf]'"
+        reason = f"package 'gguf' is not installed: {remedy_for('gguf')}"
     else:
         try:
             demo.fetch(_REAL, say)

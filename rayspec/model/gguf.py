@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 from transformers import modeling_gguf_pytorch_utils as of_gguf
 from transformers.utils import logging as transformers_logging
 
+from rayspec.errors import remedy_for
 from rayspec.machine import bytes_available
 from rayspec.model.sources import UNREACHED, check_source, gguf_at, gguf_of_hub
 from rayspec.types import CheckpointError, ConfigError
@@ -49,7 +50,7 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
         )
     if find_spec("gguf") is None:
         raise ConfigError(
-            f"option 'model' is {model!r}, a GGUF file, which needs the package gguf: pip install 'rayspec[gguf]'"
+            f"option 'model' is {model!r}, a GGUF file, which needs the package gguf: {remedy_for('gguf')}"
         )
     if of_hub is None:
         return file

@@ -60,7 +60,7 @@ def test_without_a_registry_the_bundled_model_shows_its_gain(tmp_path: Path, mon
 def test_without_gguf_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(demonstration, "find_spec", lambda name: None)
     assert demonstration._available_model() == "demo"
-    assert "pip install 'rayspec[gguf]'" in capsys.readouterr().err
+    assert "pip install '.[gguf]'" in capsys.readouterr().err
 
 
 def test_files_of_others_are_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from rayspec.errors import remedy_for
 from rayspec.model.cuda import reference
 
 P = ParamSpec("P")
@@ -78,7 +79,7 @@ def has_operators(device: torch.device) -> bool:
 def obstacle(device: torch.device) -> str | None:
     """Return what a GPU obviously lacks to run the kernels."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install rayspec[cuda])"
+        return f"triton is not installed ({remedy_for('triton')})"
     capability = torch.cuda.get_device_capability(device)
     if capability < _LEAST_CAPABILITY:
         least, own = (".".join(map(str, each)) for each in (_LEAST_CAPABILITY, capability))

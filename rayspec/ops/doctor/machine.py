@@ -84,7 +84,9 @@ def check_packages(requirements: Iterable[str] | None = None) -> Finding:
             elif not wanted.specifier.contains(version, prereleases=True):
                 lacking.append(f"{wanted.name} is {version}, not {wanted.specifier}")
     if lacking:
-        return problem("packages", "; ".join(lacking), f"pip install --upgrade {_PACKAGE}, with its constraints.txt")
+        return problem(
+            "packages", "; ".join(lacking), "pip install --upgrade -c constraints.txt '.[all]' in rayspec's checkout"
+        )
     shown = [f"{name} {installed_version(name) or 'is not installed'}" for name in _SHOWN_PACKAGES]
     return ok("packages", ", ".join([f"Python {platform.python_version()}", *shown]))
 
