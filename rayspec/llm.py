@@ -62,6 +62,8 @@ class LLMKeywords(EngineKeywords, total=False):
     data_parallel_size: int
     enforce_eager: bool
     speculative_config: Mapping[str, Any] | None
+    spec_method: str | None
+    spec_tokens: int | None
 
 
 class LLM:

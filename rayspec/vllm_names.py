@@ -48,6 +48,7 @@ def _table(name: str) -> dict[str, Argument]:
     }
 
 
+_STRATEGIES = {"ngram": "lookup", "suffix": "auto"}  # by vLLM's method of speculation
 _TABLES = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 ENGINE: Mapping[str, Argument] = {
     "tensor_parallel_size": Argument(does="ranks of each stage", option="parallel.tensor", neutral=(None, 1)),
@@ -66,6 +67,13 @@ ENGINE: Mapping[str, Argument] = {
         "leave it out, as the model drafts for itself by default",
         option="speculation",
     ),
+    "spec_method": Argument(
+        does="as `method` in `speculative_config`",
+        option="speculation.strategy",
+        values=_STRATEGIES,
+    ),
+    "spec_tokens": Argument(does="the longest draft", option="speculation.max_draft_tokens"),
+    "spec_model": Argument(does="the model drafts for itself, without a second model: leave it out", is_refused=True),
     **_table("engine"),
 }
 """Arguments of `LLM(...)`, and flags of `vllm serve`, that are no options of EngineConfig, or have other values."""
@@ -94,6 +102,11 @@ METHODS: Mapping[str, str] = {
     "reset_prefix_cache": "give enable_prefix_caching=False, or load the model again",
     "llm_engine": "use `engine`, or `stream` to add requests while others run",
     "get_metrics": "use `stats`",
+    **dict.fromkeys(
+        ("enqueue", "enqueue_chat", "wait_for_completion"), "use `stream` to add requests while others run"
+    ),
+    "get_world_size": "option `parallel` says how many processes hold the model",
+    **dict.fromkeys(("reset_mm_cache", "release_kv_cache_memory"), "load the model again"),
 }
 """Methods and attributes of vLLM's LLM that ours has not, and why."""
 
@@ -143,7 +156,7 @@ class _Made(dict[str, Any]):
 
 def _speculation(config: Any) -> dict[str, Any]:
     method = config.get("method") if isinstance(config, Mapping) else None
-    strategy = {"ngram": "lookup", "suffix": "auto"}.get(method) if isinstance(method, str) else None
+    strategy = _STRATEGIES.get(method) if isinstance(method, str) else None
     if strategy is None:
         raise ConfigError(
             f"option 'speculative_config' is {reprlib.repr(config)}: the model drafts for itself, without a second "

@@ -50,6 +50,7 @@ def test_vllms_defaults_ask_for_nothing() -> None:
         ({"enforce_eager": True}, {"cuda_graphs": "off"}),
         ({"generation_config": "vllm", "max_model_len": -1}, {"generation_config": "none"}),
         ({"speculative_config": {"method": "suffix"}}, {"speculation": {"strategy": "auto"}}),
+        ({"spec_method": "ngram", "spec_tokens": 5}, {"speculation": {"strategy": "lookup", "max_draft_tokens": 5}}),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}},
             {"speculation": {"strategy": "lookup", "max_draft_tokens": 5}},
@@ -75,6 +76,8 @@ def test_names_of_options_that_are_called_otherwise_here(given: dict[str, Any], 
         ({"runner": "pooling"}, "'runner' is 'pooling': rayspec generates text only"),
         ({"seed": 5}, "'seed' is 5: only `LLM"),
         ({"speculative_config": {"model": "m"}}, "'speculative_config' is .*: the model drafts for itself"),
+        ({"spec_method": "eagle3", "spec_model": "m"}, "'spec_model' is 'm': the model drafts for itself"),
+        ({"spec_method": "eagle3"}, "in 'speculation': option 'strategy' is 'eagle3'"),
         ({"tensor_parallel_sise": 2}, "unknown option 'tensor_parallel_sise'; did you mean 'tensor_parallel_size'"),
         ({"max_model_len": "16k"}, "^option 'max_model_len' is '16k': it must be a valid integer[^;]*$"),
         ({"tensor_parallel_size": "two"}, "in 'parallel': option 'tensor' is 'two'"),
@@ -160,7 +163,7 @@ def test_flags_of_vllm_serve_become_options() -> None:
 def test_the_table_knows_our_options() -> None:
     for argument in ENGINE.values():
         group, _, name = argument.option.rpartition(".")
-        home: Any = type(_config(parallel={}).parallel) if group else EngineConfig
+        home: Any = type(getattr(_config(parallel={}), group)) if group else EngineConfig
         assert not argument.option or name in home.model_fields
     assert not ENGINE.keys() & EngineConfig.model_fields.keys()
     assert not SAMPLING.keys() & SamplingParams.model_fields.keys()
