@@ -27,9 +27,10 @@ _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engi
 _CONNECT_S = 10.0
 _LOSS_SIGNAL = signal.SIGURG  # ignored by default; SIGINT is ignored by background processes of a shell
 _LOST = (
-    "Ray's control process (gcs_server) has ended; was it killed, or out of memory? What is written so far is kept, "
-    "and the same command, without --overwrite, goes on from there"
+    "Ray's {} has ended; was it killed, or out of memory? What is written so far is kept, and the same command, "
+    "without --overwrite, goes on from there"
 )
+_WATCHED = {"gcs_server": "control process (gcs_server)", "raylet": "process for this node (raylet)"}
 
 # Sessions that share the Ray that one of them has started. A garbage collection may end one in any thread, also in one
 # that holds the lock.
@@ -43,7 +44,7 @@ class ClusterStartError(RayspecError):
 
 
 class ClusterLostError(RayspecError):
-    """The private cluster of a session has lost its control process and cannot go on."""
+    """The private cluster of a session has lost one of its processes and cannot go on."""
 
     kind = "cluster_lost"
 
@@ -74,7 +75,7 @@ def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text:
                 with _signals_wait():
                     _start(num_cpus)
         if not is_running:
-            session.enter_context(_watching())
+            session.enter_context(_watching(say))
         yield
 
 
@@ -202,18 +203,21 @@ def _signals_wait() -> Iterator[None]:
 
 
 @contextmanager
-def _watching() -> Iterator[None]:
-    """During a block that uses a private cluster, raise ClusterLostError soon after its control process has ended."""
-    process = _own_process("gcs_server")
-    if process is None or threading.current_thread() is not threading.main_thread():
+def _watching(say: Callable[[str], object]) -> Iterator[None]:
+    """During a block that uses a private cluster, raise ClusterLostError soon after one of its processes has ended.
+    Without a raylet, Ray ends this process at the next use of its object store, so `say` gets the line before."""
+    watched = {name: process for kind, name in _WATCHED.items() if (process := _own_process(kind)) is not None}
+    if not watched or threading.current_thread() is not threading.main_thread():
         yield
         return
-    stopped, lost = threading.Event(), threading.Event()
+    stopped, lost = threading.Event(), list[str]()
 
     def watch() -> None:
-        while not stopped.wait(0.5):
-            if process.poll() is not None:
-                lost.set()
+        while not stopped.wait(0.1):
+            lost.extend(name for name, process in watched.items() if process.poll() is not None)
+            if lost:
+                if lost[0] == _WATCHED["raylet"]:
+                    say(_LOST.format(lost[0]))
                 signal.pthread_kill(threading.main_thread().ident or 0, _LOSS_SIGNAL)
                 return
 
@@ -225,8 +229,8 @@ def _watching() -> Iterator[None]:
         stopped.set()
         with suppress(ValueError):  # a garbage collection may end a session in another thread
             signal.signal(_LOSS_SIGNAL, before)
-        if lost.is_set():  # any other error of the block is a consequence
-            raise ClusterLostError(_LOST)
+        if lost:  # any other error of the block is a consequence
+            raise ClusterLostError(_LOST.format(lost[0]))
 
 
 def _own_process(kind: str) -> Any:

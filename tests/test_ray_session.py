@@ -42,20 +42,20 @@ LOSING = """
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
     try:
-        with ray_session():
+        with ray_session(say=lambda text: print(text, flush=True)):
             busy = Busy.remote()
             ray.get(busy.ready.remote())
             work = busy.work.remote()
-            _own_process("gcs_server").kill()
+            _own_process(sys.argv[1]).kill()
             ray.get(work)
     except ClusterLostError as error:
         sys.exit(f"lost: {error}")
 """
 
 
-def start(script: str, folder: Path) -> subprocess.Popen[str]:
+def start(script: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [sys.executable, "-c", textwrap.dedent(script), *arguments],
         env=os.environ | {"RAY_TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -65,13 +65,27 @@ def start(script: str, folder: Path) -> subprocess.Popen[str]:
 
 @pytest.mark.exhaustive
 @pytest.mark.ray
-def test_a_lost_cluster_is_one_error_soon_and_leaves_no_processes(ray_folder: Path, ray_environment: None) -> None:
+def test_a_lost_control_process_is_one_error_soon_and_leaves_no_processes(
+    ray_folder: Path, ray_environment: None
+) -> None:
     folder = ray_folder / "lost"
     folder.mkdir()
-    process = start(LOSING, folder)
+    process = start(LOSING, folder, "gcs_server")
     output, _ = process.communicate(timeout=55)  # Ray itself ends the process after 60 s
     assert process.returncode == 1, output
     assert output.splitlines()[-1].startswith("lost: Ray's control process (gcs_server) has ended"), output
+    wait_until_gone(folder, 60)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.ray
+def test_a_lost_raylet_gives_a_line_before_ray_ends_the_process(ray_folder: Path, ray_environment: None) -> None:
+    folder = ray_folder / "raylet"
+    folder.mkdir()
+    process = start(LOSING, folder, "raylet")
+    output, _ = process.communicate(timeout=55)
+    assert process.returncode == 1, output
+    assert "\nRay's process for this node (raylet) has ended; was it killed, or out of memory?" in output
     wait_until_gone(folder, 60)
 
 
