@@ -186,11 +186,16 @@ class RunFolder:
                 stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
                 for file_name in (f"{stem}.parquet", f"{stem}.jsonl", *report_files):
                     location.join(file_name).delete()
-            before = fresh if overwrite else _continue(location, fresh, merged)
+            before = fresh if overwrite else _continue(location, fresh)
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(ROWS), text_column=text_column, json_schema=json_schema)
             is_written = before.status == "complete" and merged.kind == "file"
-            is_as_merged = self.parts.names_hash == before.merged_parts  # no part was copied here or deleted
+            # No part was copied here or deleted, or added by another driver, which may have merged them.
+            is_as_merged = self.parts.names_hash == before.merged_parts
+            if is_written and is_as_merged and before.merged_bytes not in (None, merged.num_bytes):
+                raise DamagedOutputError(
+                    f"{merged}: not the file that the job wrote; move or delete it to have it made again"
+                )
             self.is_merged = is_written and is_as_merged and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
@@ -344,7 +349,7 @@ def output_places(output: str, file_format: FileFormat | None) -> tuple[Location
     return replace(place, path=place.path + RUN_SUFFIX), place, named
 
 
-def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest:
+def _continue(location: Location, fresh: Manifest) -> Manifest:
     """Return the manifest of the folder, or `fresh` where it has no rows. Raises ConfigError, DamagedOutputError."""
     manifest = location.join(MANIFEST)
     if manifest.exists:
@@ -374,11 +379,6 @@ def _continue(location: Location, fresh: Manifest, merged: Location) -> Manifest
             raise ConfigError(
                 f"option 'output' is {location.name!r}, whose rows were made with other options: "
                 f"{'; '.join(differences)}: choose another folder, or pass --overwrite to begin again"
-            )
-        num_bytes = merged.num_bytes
-        if previous.status == "complete" and num_bytes is not None and previous.merged_bytes not in (None, num_bytes):
-            raise DamagedOutputError(
-                f"{merged}: not the file that the job wrote; move or delete it to have it made again"
             )
         return previous
     return fresh

@@ -471,7 +471,13 @@ def test_a_job_in_a_remote_store(bucket: Location) -> None:
             folder.add(done(own))
             folder.add(done("both"))
             folder.commit()
+        first.finish({})
+        manifest = bucket.join("manifest.json").read()
+        second.add(done("a", "a text that changes the size"))
+        second.finish({})
+        bucket.join("manifest.json").write(manifest)  # the second was killed before it wrote its own
     with open_folder(bucket) as folder:
+        assert not folder.is_merged
         assert sorted(row.id for row in folder.parts.rows()) == ["a", "b", "both", "c", "d"]
 
 
