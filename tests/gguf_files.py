@@ -30,9 +30,7 @@ def write_gguf(
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters.get("rope_theta", 10_000.0))
-    writer.add_rope_dimension_count(config.head_dim)
+    _add_what_decides(writer, config)
     if scaling is not None:
         writer.add_string(f"{architecture}.rope.scaling.type", scaling)
     _add_tokenizer(writer)
@@ -51,6 +49,22 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_what_decides(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Norms, positions, windows and soft caps."""
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(config.norm_epsilon)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope.get("rope_theta", 10_000.0))
+    writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1)))
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if getattr(config, "final_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:

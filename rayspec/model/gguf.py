@@ -164,6 +164,51 @@ def check_positions(model: str, file: Path, config: PretrainedConfig) -> None:
         )
 
 
+# Fields of a file, and the names that a config may have for their value.
+_NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
+_SAME_MEANING: dict[str, tuple[str, ...]] = {
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "attention.layer_norm_epsilon": _NORM_EPS,
+    "attention.layer_norm_rms_epsilon": _NORM_EPS,
+}
+
+
+def complete(config: PretrainedConfig, file: Path) -> None:
+    """Give the config what the file says of positions, windows, norms and soft caps: of many architectures,
+    transformers leaves it out, and takes the family's default."""
+    fields: dict[str, Any] = _parsed(file, file.stat().st_mtime_ns).fields
+    stated = {name.partition(".")[2]: field for name, field in fields.items()}
+    text: Any = config.get_text_config(decoder=True)
+    for name, attributes in _SAME_MEANING.items():
+        for attribute in attributes if name in stated else ():
+            if isinstance(getattr(text, attribute, ()), int | float | None):
+                setattr(text, attribute, stated[name].contents() or None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "rope_theta" in rope and "rope.freq_base" in stated:
+        rope["rope_theta"] = stated["rope.freq_base"].contents()
+    if "rope_theta" in rope and "rope.dimension_count" in stated:
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        rope["partial_rotary_factor"] = min(1.0, stated["rope.dimension_count"].contents() / head_dim)
+    if text.model_type == "gemma2" and text.num_hidden_layers == 46:  # 27B: in no field, and llama.cpp knows it so, too
+        text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
+
+
+def check_used(model: str, file: Path, wanted: Callable[[str], bool], loaded: Any) -> None:
+    """Raise CheckpointError for a file with more numbers than the model: transformers leaves tensors out that its class
+    of the architecture has not, such as biases."""
+    held = {tensor.data_ptr(): tensor.numel() for tensor in loaded.state_dict().values()}
+    read = {tensor.name: int(tensor.n_elements) for tensor in _tensors(file) if wanted(tensor.name)}
+    if loaded.config.tie_word_embeddings:
+        read.pop("output.weight", None)
+    if sum(read.values()) > sum(held.values()):
+        raise CheckpointError(
+            f"model {model!r} has tensors, such as biases, that transformers does not read from GGUF files of type "
+            f"{loaded.config.model_type!r}: use the checkpoint in safetensors"
+        )
+
+
 def check_memory(model: str, file: Path, wanted: Callable[[str], bool], dtype: torch.dtype) -> None:
     """Say how much memory the wanted tensors take in `dtype`. Raises CheckpointError if so much is not free."""
     tensors = [tensor for tensor in _tensors(file) if wanted(tensor.name)]

@@ -151,6 +151,7 @@ def _text_part(config: PretrainedConfig) -> PretrainedConfig:
 def _of_gguf(file: Path, modified_ns: int) -> PretrainedConfig:
     with located(str(file)) as (place, keywords):
         config: PretrainedConfig = AutoConfig.from_pretrained(place, **keywords)
+    gguf.complete(config, file)
     return config
 
 
@@ -376,6 +377,7 @@ def _load(
                 model, info = span.from_pretrained(source, config=whole.config, **options, **keywords)
     model.config.name_or_path = model.name_or_path = config.model
     if file is not None:
+        gguf.check_used(config.model, file, is_wanted, model)
         gguf.as_dense(model)
         gguf.forget_parsed()
     return model, info

@@ -2,6 +2,7 @@ import shutil
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -141,6 +142,35 @@ def test_an_array_takes_no_more_than_its_bytes(array: bytes, problem: str, tmp_p
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQQ1sI", 3, 0, 1, 1, b"a", 9) + array)
     with pytest.raises(CheckpointError, match=problem):
+        load_model(_config(path))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("phi3", {"sliding_window": 6, "partial_rotary_factor": 0.5}),
+        ("starcoder2", {"sliding_window": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    ],
+)
+def test_the_text_is_that_of_the_model_also_where_transformers_does_not_read_a_field(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build(family, vocab_size=2048, head_dim=16, **changes)
+    loaded = load_model(_config(write_gguf(model, tmp_path / "model.gguf", matrices="F32")))
+    tokens = torch.tensor([PROMPTS[0]["prompt_token_ids"]])
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_soft_caps_are_those_of_the_file(tmp_path: Path) -> None:
+    caps = {"attn_logit_softcapping": 7.0, "final_logit_softcapping": 5.0}
+    model = build("gemma2", vocab_size=2048, head_dim=16, tie_word_embeddings=True, **caps)
+    found = load_config(_config(write_gguf(model, tmp_path / "model.gguf")))
+    assert (found.attn_logit_softcapping, found.final_logit_softcapping) == (7, 5)
+
+
+def test_biases_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(build("llama", vocab_size=2048, head_dim=16, attention_bias=True), tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="such as biases, that transformers does not read"):
         load_model(_config(path))
 
 
