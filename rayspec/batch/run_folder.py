@@ -192,10 +192,8 @@ class RunFolder:
             is_written = before.status == "complete" and merged.kind == "file"
             # No part was copied here or deleted, or added by another driver, which may have merged them.
             is_as_merged = self.parts.names_hash == before.merged_parts
-            if is_written and is_as_merged and before.merged_bytes not in (None, merged.num_bytes):
-                raise DamagedOutputError(
-                    f"{merged}: not the file that the job wrote; move or delete it to have it made again"
-                )
+            if is_written and is_as_merged:
+                _require_bytes(merged, before.merged_bytes)
             self.is_merged = is_written and is_as_merged and not self.parts.ignores_some
             session = Session(run_id=uuid.uuid4().hex[:8], host=platform.node(), process=os.getpid(), started=_now())
             # last: a folder that cannot be read stays unchanged
@@ -347,6 +345,11 @@ def output_places(output: str, file_format: FileFormat | None) -> tuple[Location
     if file_format not in (None, named):
         raise ConfigError(f"option 'format' is {file_format!r} and option 'output' is {output!r}: leave 'format' out")
     return replace(place, path=place.path + RUN_SUFFIX), place, named
+
+
+def _require_bytes(merged: Location, num_bytes: int | None) -> None:
+    if num_bytes not in (None, merged.num_bytes):
+        raise DamagedOutputError(f"{merged}: not the file that the job wrote; move or delete it to have it made again")
 
 
 def _continue(location: Location, fresh: Manifest) -> Manifest:

@@ -130,10 +130,17 @@ def prepare_span(
 
 
 @enough_memory("lower kv_cache_share, kv_cache_tokens, max_num_batched_tokens or max_num_seqs")
-def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max_model_len: int) -> Runner:
+def make_runner(
+    config: EngineConfig,
+    parts: Decomposition,
+    size: CacheSize,
+    max_model_len: int,
+    agree: Callable[[bool], bool] | None = None,
+) -> Runner:
     """Make the runner of these sublayers, with its KV cache, and with static buffers and CUDA graphs where the device
     has the operators. In deterministic mode the row counts of decode passes are fixed: ranks of a stage use a count
-    without testing the kernels. Raises ConfigError and CheckpointError for too little memory."""
+    without testing the kernels. agree: see `StepGraphs`. Raises ConfigError and CheckpointError for too little memory.
+    """
     counts = None
     if config.deterministic:
         is_split = config.parallel is not None and config.parallel.tensor > 1
@@ -169,7 +176,7 @@ def make_runner(config: EngineConfig, parts: Decomposition, size: CacheSize, max
             f"option 'kv_cache_tokens' is {size.num_slots}, which do not fit ({lack}): lower it"
         ) from error
     buffers = make_buffers(config, parts, cache, max_model_len)
-    graphs = make_graphs(config, parts, buffers)
+    graphs = make_graphs(config, parts, buffers, agree)
     runner = Runner(
         parts, cache, device=device, row_counts=counts, buffers=buffers, graphs=graphs, choices=choices,
         may_retry=config.parallel is None or config.parallel.tensor == 1,
@@ -381,7 +388,12 @@ def _has_buffers(config: EngineConfig, parts: Decomposition) -> bool:
     return has_one_size and has_kernels(config, parts)
 
 
-def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers | None) -> StepGraphs | None:
+def make_graphs(
+    config: EngineConfig,
+    parts: Decomposition,
+    buffers: StepBuffers | None,
+    agree: Callable[[bool], bool] | None = None,
+) -> StepGraphs | None:
     """Make the CUDA graphs for passes in these buffers, or None, as `config.cuda_graphs` says. Raises ConfigError if
     the requested graphs are impossible here."""
     way = config.cuda_graphs
@@ -393,7 +405,7 @@ def make_graphs(config: EngineConfig, parts: Decomposition, buffers: StepBuffers
         if config.deterministic:
             wanted += ", and with 'deterministic' a model without experts, adapters and stages, whose drafts are chains"
         raise ConfigError(f"option 'cuda_graphs' is {way!r}, which needs {wanted}: leave it at auto")
-    return StepGraphs(parts, buffers, CudaDriver(parts.device))
+    return StepGraphs(parts, buffers, CudaDriver(parts.device), agree=agree)
 
 
 def resolve_max_model_len(config: EngineConfig, model: PretrainedConfig) -> int:

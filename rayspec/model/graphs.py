@@ -117,7 +117,9 @@ class StepGraphs(StaticStep):
     captured runs eagerly and divides the stretch around it.
 
     max_rows: the largest number of rows in a captured bucket. max_graphs: the most graphs at a time. max_bytes: the
-    most device memory of all graphs. Above the last two limits, the least recently used graphs are released.
+    most device memory of all graphs. Above the last two limits, the least recently used graphs are released. agree:
+    whether a condition holds on every rank of a tensor-parallel stage. All ranks must capture the same parts: NCCL
+    requires of a sum that either all ranks have it in a graph or none (its user guide, "Using NCCL with CUDA Graphs").
 
     num_unready: parts so far that ran slower than they will later, because they were captured or will be, and passes
     with a tap.
@@ -132,10 +134,12 @@ class StepGraphs(StaticStep):
         max_rows: int = 512,
         max_graphs: int = 384,
         max_bytes: int = 2**30,
+        agree: Callable[[bool], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(parts, buffers)
         self._driver = driver
+        self._has_ranks, self._agree = agree is not None, agree or bool
         self._max_rows, self._max_graphs, self._max_bytes = max_rows, max_graphs, max_bytes
         self._clock = clock
         self._sublayers = {sublayer.index: sublayer for sublayer in parts.sublayers}
@@ -271,7 +275,8 @@ class StepGraphs(StaticStep):
         return part in self._eager if isinstance(part, str) else part[0][0] in self._eager
 
     def _is_too_much(self) -> bool:
-        return len(self._graphs) >= self._max_graphs or self._driver.bytes_held() > self._max_bytes
+        fits = len(self._graphs) < self._max_graphs and self._driver.bytes_held() <= self._max_bytes
+        return not self._agree(fits)
 
     def _capture(self, part: Part, rows: StaticRows) -> None:
         """Run the part, which is also the rehearsal, and capture it. What fails in a capture never gets a graph. Raises
@@ -285,11 +290,27 @@ class StepGraphs(StaticStep):
             return
         self._driver.rehearse(partial(self._run, part, rows))
         rows.forget_few()  # what the rehearsal has computed is not in the graph's memory
+        graph, failure = None, None
         try:
-            self._graphs[rows.bucket, part] = self._driver.capture(partial(self._run, part, rows))
-        except torch.OutOfMemoryError as error:
-            self._stop(f"out of memory: {str(error).splitlines()[0]}")
+            graph = self._driver.capture(partial(self._run, part, rows))
         except Exception as error:  # noqa: BLE001 - Triton, CUDA and libraries raise errors of many types
+            failure = error
+        finally:
+            rows.forget_few()
+        is_captured = self._agree(graph is not None)
+        if graph is not None:
+            self._graphs[rows.bucket, part] = graph
+        if not is_captured:
+            self._do_without(rows.bucket, part, failure)
+
+    def _do_without(self, bucket: Bucket, part: Part, failure: Exception | None) -> None:
+        """Go on after a capture that has failed here, or only on another rank."""
+        reason = "another rank cannot" if failure is None else str(failure).partition("\n")[0] or type(failure).__name__
+        if isinstance(failure, torch.OutOfMemoryError):
+            self._stop(f"out of memory: {reason}")
+        elif self._has_ranks:
+            self._stop(reason)
+        else:
             failed = self._running
             self._eager.add(failed)
             self._divisions.clear()
@@ -297,10 +318,10 @@ class StepGraphs(StaticStep):
                 "no CUDA graph of %s: %s; it is launched eagerly from now on (cuda_kernels='off' avoids GPU kernels "
                 "and graphs)",
                 f"sublayer {failed}" if isinstance(failed, int) else failed,
-                str(error).partition("\n")[0] or type(error).__name__,
+                reason,
             )
-        finally:
-            rows.forget_few()
+        if failure is None:
+            self._release([(bucket, part)])
 
     def _release(self, keys: Sequence[tuple[Bucket, Part]]) -> None:
         self._driver.release([self._graphs.pop(key) for key in keys])

@@ -127,6 +127,7 @@ class Shard(Server):
     span: SpanRunner
     head: Head | None
     cuts: Cuts | None = None
+    _ranks: RankGroup | None = None
 
     def __init__(self, blueprint: Blueprint, secret: Secret, stage: int, rank: int) -> None:
         super().__init__(rank_name(stage, rank), secret)
@@ -168,9 +169,9 @@ class Shard(Server):
             if meeting_place is None:
                 return parts
             size, device = self._options.tensor, str(self._device)
-            group = RankGroup(rank=self.rank, size=size, address=meeting_place, device=device)
-            group.join(_RANKS_TIMEOUT_S)
-            return split_tensor_parallel(model, parts, group)
+            self._ranks = RankGroup(rank=self.rank, size=size, address=meeting_place, device=device)
+            self._ranks.join(_RANKS_TIMEOUT_S)
+            return split_tensor_parallel(model, parts, self._ranks)
 
         self._parts, self._offloaded, _ = prepare_span(config, model, decompose(model, layers=layers), split)
         return Loaded(
@@ -207,7 +208,8 @@ class Shard(Server):
         config = self._config
         # Several cohorts tap at the same time, and the engine may ask about tokens of each.
         num_taps = config.num_tap_tokens * (1 + self._options.num_cohorts)
-        runner = make_runner(config, self._parts, size, resolve_max_model_len(config, self._parts.config))
+        agree = None if self._ranks is None else self._ranks.all_agree
+        runner = make_runner(config, self._parts, size, resolve_max_model_len(config, self._parts.config), agree)
         self.span = SpanRunner(runner, num_taps=num_taps)
         if self._options.tensor > 1 and self.rank == 0:
             followers = [rank_name(self.stage, rank) for rank in range(1, self._options.tensor)]
