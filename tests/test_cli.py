@@ -115,6 +115,10 @@ def test_files_of_other_types_are_said_before_the_model_is_loaded(run: Any, tmp_
         (["-o", "out.jsonl", *FAST, "--set", "speculation.gat=1"], "unknown option 'gat'; did you mean 'gate'?"),
         (["-o", "out.jsonl", *PLAIN, "--prompt", "Sum up"], "error: option 'prompt' is 'Sum up': it must hold {text}"),
         (["-o", "out.jsonl", *FAST, "--modle", "x"], "error: no such option: --modle"),
+        (
+            ["-o", "out.jsonl", *FAST, "--prompt", "\udcff{{text}}"],
+            r"'\udcff{text}' is not valid UTF-8: correct this value",
+        ),
         (["no*.txt", "-o", "out.jsonl", *FAST], "error: input 'no*.txt': it matches nothing"),
         (["-o", "out.jsonl", "--model", "demoo"], "error: option 'model' is 'demoo', and there is no such folder; did"),
         (

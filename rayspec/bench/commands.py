@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from rayspec.bench.options import BenchOptions, bench_options
-from rayspec.command.options import Asked, LongCommand, with_settings
+from rayspec.command.options import Asked, Json, LongCommand, with_settings
 from rayspec.command.terminal import EXIT_FAILED, check_output, output_console, save_json, say
 from rayspec.config import DType
 
@@ -18,7 +18,6 @@ app = typer.Typer()
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 ComparedType = Annotated[DType, typer.Option(help="compared in addition to float32", show_choices=False)]
 Quick = Annotated[bool, typer.Option("--quick", help="fewer models and sizes")]
-Json = Annotated[Path | None, typer.Option(help="file to write the numbers to")]
 
 
 @app.command(cls=LongCommand)
@@ -47,7 +46,6 @@ def bench(
 
     options = bench_options(asked, **asked.given)
     check_output(output and output / "results.json", "output")
-    check_output(json, "json")
     result = run_bench(options, say, keep=keep)
     output_console().print(bench_markdown(result), highlight=False, soft_wrap=True)
 
@@ -69,7 +67,6 @@ def selfcheck(
     from rayspec.bench.result import markdown_table  # noqa: PLC0415
     from rayspec.bench.run import run_selfcheck  # noqa: PLC0415
 
-    check_output(json, "json")
     found = run_selfcheck(device=device, dtype=dtype, num_threads=num_threads, quick=quick, say=say)
     save_json(found, json)
     rows = [[one["name"], one["status"], f"{one['seconds']:.1f}", one["found"]] for one in found["checks"]]

@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 from typer.core import TyperCommand, TyperGroup
 
 from rayspec.command.settings import OF_ONE_ROW, make_settings
+from rayspec.command.terminal import check_output
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams, Settings, SpeculationOptions
 from rayspec.machine import ray_address
 from rayspec.vllm_names import ENGINE
@@ -29,6 +30,14 @@ _MOST_USED = frozenset({
     _FIRST, "config", "device", "dtype", "limit", "long", "max_model_len", "max_num_seqs", "max_tokens", "overwrite",
     "replicas", "stages", "strategy", "temperature", "tensor",
 })  # fmt: skip
+
+
+def _checked(path: Path | None) -> Path | None:
+    check_output(path, "json")
+    return path
+
+
+Json = Annotated[Path | None, typer.Option("--json", callback=_checked, help="file to write the numbers to")]
 
 _Command = Callable[..., None]
 OwnOptions = TypeVar("OwnOptions", bound=Options)

@@ -153,6 +153,10 @@ def clean_exit() -> Iterator[None]:
             raise
         place = "an output" if error.filename is None else repr(error.filename)
         fail(f"{place} cannot be written ({error.strerror}): make room or choose another place", EXIT_FAILED)
+    except UnicodeEncodeError as error:
+        if not isinstance(error.object, str) or not any("\ud800" <= char <= "\udfff" for char in error.object):
+            raise
+        fail(f"{error.object!r} is not valid UTF-8: correct this value", EXIT_USAGE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from rayspec import demo
-from rayspec.command.options import Asked, with_options
+from rayspec.command.options import Asked, Json, with_options
 from rayspec.command.terminal import EXIT_FAILED, error_console, output_console, save_json
 from rayspec.machine import ray_address
 from rayspec.ops.doctor import machine
@@ -35,7 +35,6 @@ _ROWS = (1, 2, 4, 8, 16, 32)
 _CONTEXTS = (128, 1024, 4096, 16384, 65536)
 
 Model = Annotated[str, typer.Option(help="folder, config.json, hub id, or 'demo'; no weights are needed")]
-Json = Annotated[Path | None, typer.Option("--json", help="file to write the numbers to")]
 
 
 @app.command()

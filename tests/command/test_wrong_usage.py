@@ -48,6 +48,11 @@ WRONG = [
     ("bench-serve --model demo", "python -m benchmarks serve"),
     ("figures --model demo", "python -m benchmarks figures"),
     ("selfcheck --json a-file/new.json", "option 'json' is 'a-file/new.json': "),
+    ("models --json a-file/new.json", "option 'json' is 'a-file/new.json': "),
+    ("doctor --json .", "option 'json' is '.': it is a folder; choose another place"),
+    ("placement --model demo --json .", "option 'json' is '.': it is a folder; choose another place"),
+    ("plan --model demo --json .", "option 'json' is '.': it is a folder; choose another place"),
+    ("k8s render --config absent.yaml", "option 'config': the file 'absent.yaml' cannot be read"),
     ("selfcheck --device cuda:99", "option 'device' is 'cuda:99'"),
 ]
 WRONG_BENCHMARKS = [

@@ -165,7 +165,7 @@ class RenderOptions(Options):
 def read_render_options(file: Path | None, asked: Mapping[str, Any]) -> RenderOptions:
     """Return the options of a file and of flags. file: YAML; a relative `sizes_from` is relative to this file. asked:
     values that override the file's; Raises ConfigError."""
-    values: dict[str, Any] = read_options_file(file) if file is not None else {}
+    values: dict[str, Any] = read_options_file(file, "option 'config': the file") if file is not None else {}
     sizes_from = values.get("sizes_from")
     if file is not None and isinstance(sizes_from, str) and (file.parent / sizes_from).exists():
         values["sizes_from"] = str(file.parent / sizes_from)
