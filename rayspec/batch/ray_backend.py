@@ -28,8 +28,7 @@ from rayspec.pool.worker import NO_ROOM, EngineFactory
 from rayspec.ray_session import ray_session, refuse_client
 from rayspec.types import RayspecError
 
-# Ray Data would repeat a task that kills its process for ever.
-_OF_READ_TASK: dict[str, Any] = {"num_cpus": 0.5, "max_retries": 10}
+_READ_CPUS = 0.5
 _MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
 _READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # name prefixes
 
@@ -72,9 +71,9 @@ class RayBackend(LocalBackend):
         wanted = sorted(numbers_by_piece(left).items())
         items = [{"piece": source.pieces[index], "wanted": sorted(numbers)} for index, numbers in wanted]
         blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
-        dataset = blocks.flat_map(partial(_read, columns=source.columns), **_OF_READ_TASK)
+        dataset = blocks.flat_map(partial(_read, columns=source.columns), num_cpus=_READ_CPUS)
         if order != "input":
-            keyed = dataset.map(lambda row: row | {_KEY: sort_key(Row(**row), order)}, **_OF_READ_TASK)
+            keyed = dataset.map(lambda row: row | {_KEY: sort_key(Row(**row), order)}, num_cpus=_READ_CPUS)
             dataset = keyed.sort(_KEY).drop_columns([_KEY])
         return rows_of(dataset)
 

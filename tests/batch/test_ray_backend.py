@@ -119,7 +119,7 @@ def _slow(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
-def _dying(*_: object, **__: object) -> Iterator[Any]:
+def _dying(*_: object) -> Iterator[Any]:
     os._exit(1)
     yield
 
@@ -135,13 +135,11 @@ def test_what_ray_loses_while_it_reads_is_one_line(task: Any, reason: str) -> No
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("task", ["scan_pieces", "_read"])
-def test_a_file_that_readers_die_of_ends_the_job(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_readers_die_of_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("a text", encoding="utf-8")
-    monkeypatch.setattr(ray_backend, task, _dying)
-    monkeypatch.setitem(ray_backend._OF_READ_TASK, "max_retries", 2)
-    with pytest.raises(ReadingError, match="worker died unexpectedly"), reading():
-        list(read(RayBackend(), source_of(tmp_path)))
+    monkeypatch.setattr(ray_backend, "scan_pieces", _dying)
+    with pytest.raises(ReadingError, match="worker died unexpectedly"):
+        RayBackend().scan(source_of(tmp_path))
 
 
 def test_an_address_of_rays_client_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
