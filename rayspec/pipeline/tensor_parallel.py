@@ -75,7 +75,7 @@ class RankGroup:
             MASTER_ADDR=host.strip("[]"),
             MASTER_PORT=port,
             DS_ACCELERATOR=device.type,
-            NCCL_GRAPH_REGISTER="0",  # ranks would have to capture the same graphs, and one may have less memory
+            NCCL_GRAPH_REGISTER="0",  # registered buffers of graphs have not been tried
         )
         if host in {"127.0.0.1", "[::1]"}:  # gloo would listen on the host name's interface
             names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
