@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # an extra
     from llguidance import LLParserLimits
 
-QUICK_S, MOST_S = 1, 5  # of a core
+QUICK_S, MOST_S = 0.2, 5  # of a core
 _MOST_BYTES = 64 * 2**20
 _STACK_BYTES = 2**20  # half of what threads have at least, so that the engine's process has enough
 _MAX_ITEMS = 10_000  # of llguidance's parser at a place of the text; a property that may be left out needs four
@@ -54,7 +55,7 @@ class FormChecker:
     def __init__(self) -> None:
         self._own = threading.local()
 
-    def grammar(self, form: Mapping[str, Any], most_s: int = MOST_S) -> tuple[str, int]:
+    def grammar(self, form: Mapping[str, Any], most_s: float = MOST_S) -> tuple[str, int]:
         """Return a form as llguidance reads it, and about how many bytes it takes when it is compiled. form: the fields
         of StructuredOutputsParams, and the `marks` of `_after_reasoning`. Raises ValueError for a form that cannot be
         compiled, within limits of time, memory and depth; its message begins with the place of the problem in a JSON
@@ -70,7 +71,6 @@ class FormChecker:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 env=os.environ | {"MALLOC_ARENA_MAX": "1"},  # others would count as memory of the form
-                start_new_session=True,  # signals to a group do not end it
             )
             weakref.finalize(self, _end, process)
         assert process.stdin is not None
@@ -111,6 +111,8 @@ def without_state(problem: str) -> str:
 
 
 def main() -> None:
+    # Signals to a group do not end it. In a session of its own, Linux would give it as much time as the whole server.
+    os.setpgid(0, 0)
     import llguidance  # noqa: F401, PLC0415 - loaded once, for all copies
 
     for line in sys.stdin.buffer:
@@ -132,8 +134,11 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-def _check(form: dict[str, Any], most_s: int, results: int) -> None:
-    limits = {resource.RLIMIT_CPU: most_s, resource.RLIMIT_CORE: 0}
+def _check(form: dict[str, Any], most_s: float, results: int) -> None:
+    if most_s > QUICK_S:
+        os.nice(10)
+    signal.setitimer(signal.ITIMER_PROF, most_s)  # its signal ends the process
+    limits = {resource.RLIMIT_CORE: 0}
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm", encoding="ascii") as file:
             num_bytes = int(file.read().split()[0]) * resource.getpagesize()
@@ -141,12 +146,12 @@ def _check(form: dict[str, Any], most_s: int, results: int) -> None:
     for name, most in limits.items():
         resource.setrlimit(name, (most, most))
     threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=_compile, args=(form, results))
+    thread = threading.Thread(target=_compile, args=(form, most_s, results))
     thread.start()
     thread.join()
 
 
-def _compile(form: dict[str, Any], results: int) -> None:
+def _compile(form: dict[str, Any], most_s: float, results: int) -> None:
     from llguidance import LLMatcher, LLTokenizer  # noqa: PLC0415
 
     def tell(**found: Any) -> None:
@@ -163,7 +168,8 @@ def _compile(form: dict[str, Any], results: int) -> None:
     except BaseException as error:  # noqa: BLE001 - a grammar in no known syntax, or a panic of llguidance
         problem = without_state(str(error))
     if problem:
-        tell(problem=problem, place="")
+        if form["json"] is None or most_s == MOST_S:  # else there is more time for the place
+            tell(problem=problem, place="")
         if form["json"] is not None:
             tell(problem=problem, place=_place_of(json.loads(form["json"]), problem))
     else:

@@ -69,9 +69,9 @@ class CompiledForm:
 class _FairThreads:
     """Threads that work for clients in turn."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, begin: Callable[[], None] | None = None) -> None:
         self._waiting: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()  # by client, whose turn it is first
-        self._threads, self._lock = ThreadPoolExecutor(num_threads, "rayspec-grammar"), threading.Lock()
+        self._threads, self._lock = ThreadPoolExecutor(num_threads, "rayspec-grammar", begin), threading.Lock()
 
     def submit(self, client: str, work: Callable[[], None]) -> None:
         with self._lock:
@@ -111,7 +111,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._marks: dict[str, int] = {}  # the tokens around reasoning, once there is a tokenizer
         self._lock, self._tokenizer_lock = threading.Lock(), threading.Lock()
-        self._threads, self._patient = _FairThreads(_NUM_THREADS), _FairThreads(1)
+        self._threads, self._patient = _FairThreads(_NUM_THREADS), _FairThreads(1, _yield_to_others)
         self.patience_s = patience_s
         self.fast = ThreadPoolExecutor(2 * _NUM_THREADS, thread_name_prefix="rayspec-masks")
         self.slow = ThreadPoolExecutor(_NUM_THREADS, "rayspec-slow-masks", _yield_to_others)
@@ -147,7 +147,7 @@ class Grammars:
             self._kept.pop(form, None)
 
     def _settle(
-        self, form: StructuredOutputsParams, client: str, future: Future[CompiledForm], most_s: int = QUICK_S
+        self, form: StructuredOutputsParams, client: str, future: Future[CompiledForm], most_s: float = QUICK_S
     ) -> None:
         try:
             future.set_result(self._compile(form, most_s))
@@ -169,7 +169,7 @@ class Grammars:
         del self._in_use[form], self._wishes[form]
         self._kept.pop(form, None)
 
-    def _compile(self, form: StructuredOutputsParams, most_s: int) -> CompiledForm:
+    def _compile(self, form: StructuredOutputsParams, most_s: float) -> CompiledForm:
         with self._lock:
             if not any(is_wanted() for is_wanted in self._wishes[form]):
                 self._drop(form)

@@ -1,8 +1,10 @@
 """Outputs with a form: they have it, and they are those of plain decoding, whatever is drafted."""
 
+import dataclasses
 import gc
 import json
 import math
+import os
 import random
 import re
 import sys
@@ -29,6 +31,7 @@ from rayspec.decode.rounds import before_late, verify_coupled
 from rayspec.decode.sampling import Rows
 from rayspec.decode.work import DecodingParams
 from rayspec.errors import ConfigError, GrammarError
+from rayspec.forms.checker import FormChecker
 from rayspec.forms.grammar import Constraint, Grammars
 from rayspec.model.sublayers import Decomposition
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
@@ -494,6 +497,25 @@ def test_a_form_that_takes_long_does_not_hold_up_others() -> None:
     event.set()
     with pytest.raises(GrammarError, match="simplify it"):
         hard.result()
+
+
+def test_forms_of_half_a_second_come_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayspec.forms.grammar._NUM_THREADS", 1)
+    grammars, event = _grammars(), threading.Event()
+    grammars._patient.submit("", partial(_await, event))
+    texts = {f"p{at}": {"type": "string", "minLength": at, "maxLength": 10 * at + 10} for at in range(2500)}
+    large = grammars.compiled(StructuredOutputsParams(json={"type": "object", "properties": texts}))
+    assert grammars.compiled(StructuredOutputsParams(regex="a")).result().mask.any()
+    assert not large.done()
+    event.set()
+    assert large.result().mask.any()
+
+
+def test_the_process_that_compiles_forms_shares_the_time_of_the_server_but_not_its_signals() -> None:
+    checker = FormChecker()
+    checker.grammar({**dataclasses.asdict(StructuredOutputsParams(regex="a")), "marks": {}})
+    process = checker._own.process
+    assert (os.getsid(process.pid), os.getpgid(process.pid)) == (os.getsid(0), process.pid)
 
 
 def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
