@@ -200,6 +200,7 @@ def check_used(model: str, file: Path, wanted: Callable[[str], bool], loaded: An
     of the architecture has not, such as biases."""
     held = {tensor.data_ptr(): tensor.numel() for tensor in loaded.state_dict().values()}
     read = {tensor.name: int(tensor.n_elements) for tensor in _tensors(file) if wanted(tensor.name)}
+    read = {name: count for name, count in read.items() if not name.startswith("rope_")}  # see `check_positions`
     if loaded.config.tie_word_embeddings:
         read.pop("output.weight", None)
     if sum(read.values()) > sum(held.values()):

@@ -198,7 +198,7 @@ def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
 
 def test_without_the_package_its_name_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rayspec.model.gguf, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'rayspec\[gguf\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[gguf\]'"):
         load_config(_config(folder / "llama.gguf"))
 
 
