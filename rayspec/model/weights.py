@@ -189,6 +189,8 @@ _OF_TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 # While transformers loads a model, it ties no weights in the whole process: after two loads at a time, never again.
 _LOADS = threading.Lock()
 _UNPICKLING_ERRORS = (UnpicklingError, EOFError, IndexError, struct.error, AssertionError)  # of torch.load
+# Numbers of a quantised checkpoint by which activations, keys and values are rounded: plain matrices need none.
+_OF_ACTIVATIONS = re.compile(r"\.(input|output|activation|q|k|v)_(global_)?(scale|zero_point)$")
 # Errors of transformers, huggingface_hub and safetensors for missing or damaged files, and unexpected types in them.
 LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, TypeError, AttributeError)
 
@@ -280,16 +282,18 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
         if not any(Path(config.model).glob("*.safetensors")):  # torch's message recommends to run the files' code
             reason = "its .bin files are damaged or hold more than tensors; use a checkpoint in safetensors"
         raise CheckpointError(f"model {config.model!r} could not be loaded: {reason}") from error
+    plain = settings if isinstance(settings, dict) and settings.get("dequantize") else None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        names = sorted(str(name) for name in info.get(problem) or ())
+        found = map(str, info.get(problem) or ())
+        names = sorted(name for name in found if not (plain and _OF_ACTIVATIONS.search(name)))
         if names:
             raise CheckpointError(
                 f"model {config.model!r} has {len(names)} {problem.replace('_', ' ')}, such as {names[0]}: "
                 "the checkpoint does not belong to its config.json, or is incomplete; fetch it again"
             )
-    if isinstance(settings, dict) and settings.get("dequantize"):
+    if plain:
         name = str(model.dtype).removeprefix("torch.")
-        logger.warning("the %s weights of %s became plain matrices in %s", settings["quant_method"], config.model, name)
+        logger.warning("the %s weights of %s became plain matrices in %s", plain["quant_method"], config.model, name)
     if config.quantization_config is None:
         with enough_memory():
             model = model.to(device)

@@ -321,6 +321,19 @@ def test_spans_of_a_checkpoint_of_few_bits(family: str, options: dict[str, Any],
         _require_same_tensors(load_model(_config(packed), layers=layers), whole)
 
 
+def test_scales_of_activations_are_not_needed_by_plain_matrices(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    packed, plain = int4_checkpoints("llama", tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    names = ("q_proj.input_scale", "o_proj.input_global_scale", "k_scale")
+    more = {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names}
+    save_file(tensors | more, packed / "model.safetensors")
+    _require_same_tensors(load_model(_config(packed)), load_model(_config(plain)))
+    save_file(tensors | {"model.layers.1.self_attn.k_scales": torch.ones(1)}, packed / "model.safetensors")
+    with pytest.raises(CheckpointError, match="1 unexpected keys"):
+        load_model(_config(packed))
+
+
 def test_some_experts_of_an_awq_checkpoint_may_be_plain(tmp_path: Path) -> None:
     packed, plain = packed_checkpoints("qwen3_moe", tmp_path, layout="awq")
     tensors, weights = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
