@@ -13,9 +13,16 @@ ARCHITECTURES = {"gemma3_text": "gemma3"}  # those with another name than transf
 
 
 def write_gguf(
-    model: PreTrainedModel, path: Path, matrices: str = "Q8_0", *, head: str | None = None, scaling: str | None = None
+    model: PreTrainedModel,
+    path: Path,
+    matrices: str = "Q8_0",
+    *,
+    head: str | None = None,
+    scaling: str | None = None,
+    pre: str = "gpt-2",
 ) -> Path:
-    """matrices: the type of tensors with two dimensions. head: another type for the LM head. scaling: of positions."""
+    """matrices: the type of tensors with two dimensions. head: another type for the LM head. scaling: of positions.
+    pre: how texts are split."""
     config: Any = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -33,7 +40,7 @@ def write_gguf(
     _add_what_decides(writer, config)
     if scaling is not None:
         writer.add_string(f"{architecture}.rope.scaling.type", scaling)
-    _add_tokenizer(writer)
+    _add_tokenizer(writer, pre)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -67,7 +74,7 @@ def _add_what_decides(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
+def _add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     """The bundled tokenizer and its chat template."""
     folder = Path(demo.model_path())
     known = json.loads((folder / "tokenizer.json").read_text())
@@ -75,7 +82,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     special = {each["content"] for each in known["added_tokens"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3 if token in special else 1 for token in tokens])
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in known["model"]["merges"]])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import PretrainedConfig
 from transformers import modeling_gguf_pytorch_utils as of_gguf
 from transformers.utils import logging as transformers_logging
@@ -132,6 +133,19 @@ def _reader() -> Any:
             return found
 
     return Reader
+
+
+# Values of tokenizer.ggml.pre for which llama.cpp, as these models' own tokenizers, makes each digit a word, and which
+# transformers does not know.
+_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+
+
+def split_digits(tokenizer: Any, file: Path) -> None:
+    """Let the tokenizer split digits where the file says so: else spaces before a number become other tokens."""
+    field = _parsed(file, file.stat().st_mtime_ns).fields.get("tokenizer.ggml.pre")
+    if field is not None and field.contents() in _SINGLE_DIGITS:
+        parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
 
 
 def forget_parsed() -> None:

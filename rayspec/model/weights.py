@@ -323,6 +323,8 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code, **keywords
             )
+            if (file := find_gguf(source, config.revision)) is not None:
+                gguf.split_digits(tokenizer, file)
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
     except LOADING_ERRORS as error:

@@ -7,6 +7,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from tokenizers.pre_tokenizers import Digits
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import rayspec.model.gguf
@@ -98,6 +99,16 @@ def test_tokenizer_and_chat_template_come_from_the_file(folder: Path) -> None:
     assert tokenizer.encode(text) == own.encode(text)
     chat = [{"role": "user", "content": "Hello"}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(chat, tokenize=False)
+
+
+def test_each_digit_is_a_word_where_the_file_says_so(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(build("llama", vocab_size=2048, head_dim=16), tmp_path / "model.gguf", pre="smollm")
+    own, other = load_tokenizer(_config(path)), load_tokenizer(_config(folder / "llama.gguf"))
+    digits = Digits(individual_digits=True)
+    for text in ("a   12", "$1.5", "of  3 and 2024"):
+        parts = [part for part, _ in digits.pre_tokenize_str(text)]
+        assert own.encode(text) == [token for part in parts for token in other.encode(part)]
+    assert own.encode("a   12") != other.encode("a   12")
 
 
 def test_a_folder_with_one_file_is_a_checkpoint_and_with_several_is_refused(folder: Path, tmp_path: Path) -> None:
