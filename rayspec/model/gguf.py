@@ -214,7 +214,9 @@ def check_used(model: str, file: Path, wanted: Callable[[str], bool], loaded: An
     of the architecture has not, such as biases."""
     held = {tensor.data_ptr(): tensor.numel() for tensor in loaded.state_dict().values()}
     read = {tensor.name: int(tensor.n_elements) for tensor in _tensors(file) if wanted(tensor.name)}
-    read = {name: count for name, count in read.items() if not name.startswith("rope_")}  # see `check_positions`
+    last = loaded.config.get_text_config(decoder=True).num_hidden_layers  # later blocks predict several tokens at once
+    # For the factors of positions, see `check_positions`.
+    read = {name: each for name, each in read.items() if not name.startswith("rope_") and _block_of(name) < last}
     if loaded.config.tie_word_embeddings:
         read.pop("output.weight", None)
     if sum(read.values()) > sum(held.values()):
@@ -249,9 +251,14 @@ def as_dense(model: Any) -> None:
 def is_in_span(name: str, layers: range, num_layers: int, *, tied: bool) -> bool:
     """Return whether a span of layers holds the tensor of this name in a GGUF file."""
     is_first, is_last = layers.start == 0, layers.stop == num_layers
-    block = re.match(r"blk\.(\d+)\.", name)
-    if block is not None:
-        return int(block[1]) in layers
+    if (block := _block_of(name)) >= 0:
+        return block in layers
     if name.startswith("token_embd."):
         return is_first or (tied and is_last)
     return is_last or not name.startswith(("output.", "output_norm."))
+
+
+def _block_of(name: str) -> int:
+    """Return the number of a tensor's block; -1 for a tensor outside the blocks."""
+    found = re.match(r"blk\.(\d+)\.", name)
+    return int(found[1]) if found else -1

@@ -185,6 +185,14 @@ def test_biases_that_transformers_does_not_read_are_refused(tmp_path: Path) -> N
         load_model(_config(path))
 
 
+def test_a_block_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    model = build("llama", vocab_size=2048, head_dim=16)
+    model.config.num_hidden_layers = 3
+    assert "model.layers.3.mlp.up_proj.weight" in model.state_dict()
+    loaded = load_model(_config(write_gguf(model, tmp_path / "model.gguf", matrices="F32")))
+    assert len(loaded.model.layers) == 3
+
+
 def test_scaled_positions_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
     path = write_gguf(build("llama", vocab_size=2048), tmp_path / "llama.gguf", scaling="yarn")
     with pytest.raises(CheckpointError, match="scaled rotary positions"):
