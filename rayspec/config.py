@@ -54,6 +54,7 @@ MAX_TREE_TOKENS = 62  # of a draft that has branches, over all of them: with the
 Placement = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
 
 
+_NUMBERS = (int, float, int | None, float | None)
 _ENGINE_KWARGS = "engine_kwargs"  # a mapping, whose names are those of EngineConfig
 
 
@@ -68,6 +69,13 @@ class Options(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             own = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
             raise ConfigError("; ".join(_explain(type(self), item) for item in own)) from None
+
+    @field_validator("*", mode="before", check_fields=False)
+    @classmethod
+    def _no_truth_value_as_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in _NUMBERS:
+            raise ValueError("give a number")
+        return value
 
     @model_validator(mode="after")
     def _fits_the_machine(self) -> Self:

@@ -147,6 +147,7 @@ def test_sampling_defaults_are_those_of_vllm() -> None:
         ({"seed": 2**64}, r"option 'seed' is \d+: it must fit 64 bits"),
         ({"top_k": 2**63}, r"option 'top_k' is \d+: it must fit 64 bits"),
         ({"stop_token_ids": [1, -(2**70)]}, r"option 'stop_token_ids' is -\d+: it must fit 64 bits"),
+        *(({name: True}, f"option '{name}' is True: give a number") for name in ("max_tokens", "n", "temperature")),
         ({"best_of": 4}, "'best_of' is 4: give n"),
         ({"logits_processors": [print]}, "'logits_processors' is .*: a program cannot run in the sampler"),
         ({"use_beam_search": True}, "'use_beam_search' is True: beams are not samples"),
