@@ -20,9 +20,10 @@ def write_gguf(
     head: str | None = None,
     scaling: str | None = None,
     pre: str = "gpt-2",
+    eot: int | None = None,
 ) -> Path:
     """matrices: the type of tensors with two dimensions. head: another type for the LM head. scaling: of positions.
-    pre: how texts are split."""
+    pre: how texts are split. eot: the token that ends an answer."""
     config: Any = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -41,6 +42,8 @@ def write_gguf(
     if scaling is not None:
         writer.add_string(f"{architecture}.rope.scaling.type", scaling)
     _add_tokenizer(writer, pre)
+    if eot is not None:
+        writer.add_eot_token_id(eot)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

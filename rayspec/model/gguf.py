@@ -148,6 +148,19 @@ def split_digits(tokenizer: Any, file: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
 
 
+_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+
+
+def ends_of_turns(file: Path) -> list[int]:
+    """Return the tokens that end an answer of a chat, by fields that transformers does not read or, as in llama.cpp,
+    by name."""
+    fields: dict[str, Any] = _parsed(file, file.stat().st_mtime_ns).fields
+    stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    tokens = fields["tokenizer.ggml.tokens"].contents() if "tokenizer.ggml.tokens" in fields else []
+    named = [tokens.index(text) for text in _ENDS_OF_TURNS if text in tokens]
+    return [field.contents() for field in stated if field is not None] + named
+
+
 def forget_parsed() -> None:
     """Free what `located` keeps from one call to the next: several small objects for each token."""
     _parsed.cache_clear()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import rayspec.model.gguf
 from rayspec import LLM, SamplingParams, demo
 from rayspec.config import EngineConfig
+from rayspec.decode.generation_config import eos_token_ids
 from rayspec.model.gguf import located
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config, load_model, load_tokenizer, weights_fingerprint
@@ -109,6 +110,12 @@ def test_each_digit_is_a_word_where_the_file_says_so(folder: Path, tmp_path: Pat
         parts = [part for part, _ in digits.pre_tokenize_str(text)]
         assert own.encode(text) == [token for part in parts for token in other.encode(part)]
     assert own.encode("a   12") != other.encode("a   12")
+
+
+def test_a_text_ends_also_at_the_token_that_ends_an_answer(folder: Path, tmp_path: Path) -> None:
+    path = write_gguf(build("llama", vocab_size=2048, head_dim=16), tmp_path / "model.gguf", eot=77)
+    assert eos_token_ids(_config(path)) == (1, 77)
+    assert eos_token_ids(_config(folder / "llama.gguf")) == (1,)
 
 
 def test_a_folder_with_one_file_is_a_checkpoint_and_with_several_is_refused(folder: Path, tmp_path: Path) -> None:
