@@ -55,7 +55,9 @@ def selfcheck(
     *,
     device: Device = "auto",
     dtype: ComparedType = "bfloat16",
-    num_threads: Annotated[int, typer.Option(min=1, help="torch CPU threads; models this small run best with 1")] = 1,
+    num_threads: Annotated[
+        int, typer.Option(min=1, max=4096, help="torch CPU threads; such small models run best with 1")
+    ] = 1,
     quick: Quick = False,
     json: Json = None,
 ) -> None:
