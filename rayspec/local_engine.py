@@ -80,6 +80,10 @@ def load_adapter(engine: Engine | None, name: str, folder: str) -> None:
     """Load another adapter into an engine of this process, while it runs. Raises ConfigError where the model is not in
     this process or does not split, and CheckpointError."""
     stages = None if engine is None else engine.stages
+    if isinstance(stages, WholeModelStages):
+        raise ConfigError(
+            f"adapter {name!r} needs a model that splits into sublayers: merge it with merge_and_unload()"
+        )
     if engine is None or not isinstance(stages, LocalStages):
         raise ConfigError(f"adapter {name!r} is not loaded, and this engine takes no more: name it in 'lora_modules'")
     install_adapters(stages.runner.parts, {name: folder}, first=len(engine.model.adapters) + 1)

@@ -258,3 +258,10 @@ def test_a_missing_adapter_is_named(tmp_path: Path) -> None:
     with loaded(checkpoint("llama"), speculation={"strategy": "ar"}) as llm:
         (output,) = llm.generate({"prompt_token_ids": [3]}, PARAMS, lora_request=LoRARequest("b"), use_tqdm=False)
         assert "adapter 'b' is not loaded: name it in option 'lora_modules' (none now)" in str(output.error)
+
+
+def test_a_model_that_does_not_split_says_to_merge_the_adapter(folder: Path) -> None:
+    with loaded(checkpoint("gpt_neox"), speculation={"strategy": "ar"}) as llm:
+        adapter = LoRARequest("a", 1, adapters("llama", folder)["a"])
+        with pytest.raises(ConfigError, match=r"'a' needs a model that splits into sublayers: merge it"):
+            llm.generate([{"prompt_token_ids": [5]}], PARAMS, lora_request=adapter, use_tqdm=False)
