@@ -53,7 +53,7 @@ WRONG = [
     ("placement --model demo --json .", "option 'json' is '.': it is a folder; choose another place"),
     ("plan --model demo --json .", "option 'json' is '.': it is a folder; choose another place"),
     ("k8s render --config absent.yaml", "option 'config': the file 'absent.yaml' cannot be read"),
-    ("selfcheck --num-threads 4097", "is not in the range 1<=x<=4096"),
+    ("selfcheck --num-threads 4097", "'--num-threads': it must be less than or equal to 4096"),
     ("selfcheck --device cuda:99", "option 'device' is 'cuda:99'"),
 ]
 WRONG_BENCHMARKS = [
