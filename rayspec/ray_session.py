@@ -103,6 +103,8 @@ def _start(num_cpus: float) -> None:
                 "Ray on this machine"
             ) from error
         return
+    if folder := os.environ.get("RAY_TMPDIR"):  # Ray's processes have other current folders
+        os.environ["RAY_TMPDIR"] = os.path.abspath(folder)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
     # Ray's default of 15 leaves its workers, and so our engines, 2 % of a core that another program wants, too.

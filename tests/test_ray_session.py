@@ -265,3 +265,18 @@ def test_a_private_cluster_has_the_cpus_that_shards_reserve_and_no_dashboard(
     _start(parallel.num_cpus)
     assert given["num_cpus"] == max(least, num_cores())
     assert (given["address"], given["include_dashboard"]) == ("local", False)
+
+
+def test_a_relative_folder_of_ray_is_that_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's processes look for it in folders of their own, and Ray would not start."""
+    found: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda **_: found.append(os.environ["RAY_TMPDIR"]))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", "of-ray")
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN", "RAY_worker_niceness"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.chdir(tmp_path)
+    _start(0)
+    assert found == [str(tmp_path / "of-ray")]
