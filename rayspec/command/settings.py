@@ -39,6 +39,7 @@ def make_settings(
     defaults.
     """
     options = read_options_file(file, "option 'config': the file") if file is not None else {}
+    options = {name: value for name, value in options.items() if value is not None or (name,) not in _GROUPS}
     given = [*map(_of_override, overrides), *_of_flags(flags or {}, has_sampling=sampling is not None)]
     for number, (path, value, source) in enumerate(given):
         for other, _, earlier in given[:number]:

@@ -104,3 +104,9 @@ def test_so_are_option_files(tmp_path: Path) -> None:
         make_settings(file=path)
     with pytest.raises(ConfigError, match=r"options\.yaml' cannot be read: not valid YAML"):
         read_options_file(path)
+
+
+def test_a_group_without_options_in_a_file_sets_none(tmp_path: Path) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text("model: demo\nspeculation:\n#  gate: false\nparallel:\nsampling:\n")
+    assert make_settings(file=file) == make_settings(flags={"model": "demo"})
