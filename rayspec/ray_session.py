@@ -26,10 +26,6 @@ from rayspec.types import ConfigError, RayspecError
 _MIN_LOCAL_CPUS = 4  # a reservation count, not cores: reading, clients and engine must all fit a small machine
 _CONNECT_S = 10.0
 _LOSS_SIGNAL = signal.SIGURG  # ignored by default; SIGINT is ignored by background processes of a shell
-_LOST = (
-    "Ray's {} has ended; was it killed, or out of memory? What is written so far is kept, and the same command, "
-    "without --overwrite, goes on from there"
-)
 _WATCHED = {"gcs_server": "control process (gcs_server)", "raylet": "process for this node (raylet)"}
 
 # Sessions that share the Ray that one of them has started. A garbage collection may end one in any thread, also in one
@@ -219,7 +215,7 @@ def _watching(say: Callable[[str], object]) -> Iterator[None]:
             lost.extend(name for name, process in watched.items() if process.poll() is not None)
             if lost:
                 if lost[0] == _WATCHED["raylet"]:
-                    say(_LOST.format(lost[0]))
+                    say(_loss_of(lost[0]))
                 signal.pthread_kill(threading.main_thread().ident or 0, _LOSS_SIGNAL)
                 return
 
@@ -232,7 +228,14 @@ def _watching(say: Callable[[str], object]) -> Iterator[None]:
         with suppress(ValueError):  # a garbage collection may end a session in another thread
             signal.signal(_LOSS_SIGNAL, before)
         if lost:  # any other error of the block is a consequence
-            raise ClusterLostError(_LOST.format(lost[0]))
+            raise ClusterLostError(_loss_of(lost[0]))
+
+
+def _loss_of(process: str) -> str:
+    return (
+        f"Ray's {process} has ended; was it killed, or out of memory? What is written so far is kept, and the same "
+        "command, without --overwrite, goes on from there"
+    )
 
 
 def _own_process(kind: str) -> Any:
