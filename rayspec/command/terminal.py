@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import re
+import reprlib
 import signal
 import sys
 import threading
@@ -156,7 +157,7 @@ def clean_exit() -> Iterator[None]:
     except UnicodeEncodeError as error:
         if not isinstance(error.object, str) or not any("\ud800" <= char <= "\udfff" for char in error.object):
             raise
-        fail(f"{error.object!r} is not valid UTF-8: correct this value", EXIT_USAGE)
+        fail(f"{reprlib.repr(error.object)} is not valid UTF-8: correct this value", EXIT_USAGE)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     finally:

@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from rayspec.config import EngineConfig
 from rayspec.decode.work import DecodingParams, GenerationDefaults
-from rayspec.model.gguf import ends_of_turns, find_gguf
+from rayspec.model.gguf import find_gguf
 from rayspec.model.sources import check_source
 from rayspec.model.weights import LOADING_ERRORS, load_config
 from rayspec.types import CheckpointError, ConfigError
@@ -50,13 +50,10 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
 
 
 def eos_token_ids(config: EngineConfig) -> tuple[int, ...]:
-    """Return the tokens that end a text, by generation_config.json or else config.json, or a GGUF file. Raises
-    CheckpointError."""
+    """Return the tokens that end a text, by generation_config.json or else config.json. Raises CheckpointError."""
     of_model = getattr(load_config(config).get_text_config(decoder=True), "eos_token_id", None)
     eos = _read(config).eos_token_id
     found = _several(of_model if eos is None else eos)
-    if (file := find_gguf(config.model, config.revision)) is not None:
-        found = tuple(dict.fromkeys((*found, *ends_of_turns(file))))
     if not all(isinstance(token, int) for token in found):
         raise CheckpointError(f"eos_token_id of model {config.model!r} has {found!r}: it must be token ids")
     return found

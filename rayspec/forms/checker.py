@@ -135,10 +135,8 @@ def main() -> None:
 
 
 def _check(form: dict[str, Any], most_s: float, results: int) -> None:
-    if most_s > QUICK_S:
-        os.nice(10)
     signal.setitimer(signal.ITIMER_PROF, most_s)  # its signal ends the process
-    limits = {resource.RLIMIT_CORE: 0}
+    limits = {resource.RLIMIT_CPU: int(most_s) + 1, resource.RLIMIT_CORE: 0}  # the first for an ignored signal
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm", encoding="ascii") as file:
             num_bytes = int(file.read().split()[0]) * resource.getpagesize()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -148,16 +148,15 @@ def split_digits(tokenizer: Any, file: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
 
 
-_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
+_END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
-def ends_of_turns(file: Path) -> list[int]:
+def _ends_of_turns(fields: Mapping[str, Any]) -> list[int]:
     """Return the tokens that end an answer of a chat, by fields that transformers does not read or, as in llama.cpp,
     by name."""
-    fields: dict[str, Any] = _parsed(file, file.stat().st_mtime_ns).fields
     stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
     tokens = fields["tokenizer.ggml.tokens"].contents() if "tokenizer.ggml.tokens" in fields else []
-    named = [tokens.index(text) for text in _ENDS_OF_TURNS if text in tokens]
+    named = [tokens.index(text) for text in _END_NAMES if text in tokens]
     return [field.contents() for field in stated if field is not None] + named
 
 
@@ -204,7 +203,7 @@ _SAME_MEANING: dict[str, tuple[str, ...]] = {
 
 def complete(config: PretrainedConfig, file: Path) -> None:
     """Give the config what the file says of positions, windows, norms and soft caps: of many architectures,
-    transformers leaves it out, and takes the family's default."""
+    transformers leaves it out, and takes the family's default. Also give it the tokens that end an answer of a chat."""
     fields: dict[str, Any] = _parsed(file, file.stat().st_mtime_ns).fields
     stated = {name.partition(".")[2]: field for name, field in fields.items()}
     text: Any = config.get_text_config(decoder=True)
@@ -220,6 +219,10 @@ def complete(config: PretrainedConfig, file: Path) -> None:
         rope["partial_rotary_factor"] = min(1.0, stated["rope.dimension_count"].contents() / head_dim)
     if text.model_type == "gemma2" and text.num_hidden_layers == 46:  # 27B: in no field, and llama.cpp knows it so, too
         text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
+    if ends := _ends_of_turns(fields):
+        eos = getattr(text, "eos_token_id", None)
+        known = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        text.eos_token_id = list(dict.fromkeys((*known, *ends)))
 
 
 def check_used(model: str, file: Path, wanted: Callable[[str], bool], loaded: Any) -> None:
@@ -228,8 +231,8 @@ def check_used(model: str, file: Path, wanted: Callable[[str], bool], loaded: An
     held = {tensor.data_ptr(): tensor.numel() for tensor in loaded.state_dict().values()}
     read = {tensor.name: int(tensor.n_elements) for tensor in _tensors(file) if wanted(tensor.name)}
     last = loaded.config.get_text_config(decoder=True).num_hidden_layers  # later blocks predict several tokens at once
-    # For the factors of positions, see `check_positions`.
-    read = {name: each for name, each in read.items() if not name.startswith("rope_") and _block_of(name) < last}
+    others = ("rope_", "v.", "mm.", "cls.")  # positions, see `check_positions`; what sees images or scores texts
+    read = {name: each for name, each in read.items() if not name.startswith(others) and _block_of(name) < last}
     if loaded.config.tie_word_embeddings:
         read.pop("output.weight", None)
     if sum(read.values()) > sum(held.values()):

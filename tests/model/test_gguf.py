@@ -115,6 +115,7 @@ def test_each_digit_is_a_word_where_the_file_says_so(folder: Path, tmp_path: Pat
 def test_a_text_ends_also_at_the_token_that_ends_an_answer(folder: Path, tmp_path: Path) -> None:
     path = write_gguf(build("llama", vocab_size=2048, head_dim=16), tmp_path / "model.gguf", eot=77)
     assert eos_token_ids(_config(path)) == (1, 77)
+    assert load_model(_config(path)).generation_config.eos_token_id == [1, 77], "for generate, too"
     assert eos_token_ids(_config(folder / "llama.gguf")) == (1,)
 
 
