@@ -24,7 +24,7 @@ from rayspec.model.rows import RowSpan
 from rayspec.pipeline import messages as wire
 from rayspec.pipeline.collective import Rendezvous, node_address
 from rayspec.pipeline.coordinator import FORGET
-from rayspec.pipeline.placement import Process
+from rayspec.pipeline.placement import Process, ShardEndedError
 from rayspec.pipeline.recovery import Pulse, Restarts, Status
 from rayspec.pipeline.replica import Replica
 from rayspec.pipeline.server import COORDINATOR, ENGINE, stage_name
@@ -79,7 +79,7 @@ class RayStages(Stages):
         if self._links and replica.stages_share_gpus:
             self._give_up_link("some of them are on the same GPU, which NCCL does not allow")
         if silent := self._connect():
-            raise TransportError("; ".join(silent.values()))
+            raise ShardEndedError("; ".join(silent.values()))
 
     @property
     def num_sublayers(self) -> int:

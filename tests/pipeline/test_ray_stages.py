@@ -31,7 +31,9 @@ from rayspec.decode.strategy import Strategy
 from rayspec.local_engine import load_engine
 from rayspec.model.kv_cache import CacheSize, bytes_per_slot, whole_pages
 from rayspec.pipeline.loading import load_pipeline
+from rayspec.pipeline.placement import ShardEndedError, kill
 from rayspec.pipeline.ray_stages import RayStages
+from rayspec.pipeline.replica import Replica
 from rayspec.pipeline.shard import Shard
 from rayspec.strategies.by_name import make_strategy
 from tests import every_type
@@ -213,6 +215,19 @@ def test_a_slow_stage_gets_fewer_layers() -> None:
         )
     finally:
         engine.shutdown()
+
+
+@pytest.mark.exhaustive
+def test_a_shard_that_ends_before_it_is_connected_may_be_started_again() -> None:
+    """A pool starts an engine again after this error, and ends the job after others."""
+    own = Replica.start
+
+    def start(replica: Replica) -> None:
+        own(replica)
+        kill([replica.shards["stage-0"]])
+
+    with patch.object(Replica, "start", start), pytest.raises(ShardEndedError, match="stage-0 has ended"):
+        load(demo.model_path(), stages=2)
 
 
 @pytest.mark.exhaustive
