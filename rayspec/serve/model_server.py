@@ -51,14 +51,12 @@ class ModelServer:
         self._engine_timeout_s = engine_timeout_s
         self._stream_interval_s = config.experimental_configs.stream_batching_interval_ms / 1000
         forget_reserved_threads()
-        start_s = time.monotonic()
         try:
             llm = load_llm(config.engine)
         except RayspecError as error:  # the endpoint may be running: then Serve tries again, and only its log says why
             _logger.warning("model %r cannot be loaded: %s", config.model_id, error)
             raise
         self._metrics: EngineMetrics | None = None
-        self._load_s = time.monotonic() - start_s
         self._engine = AsyncEngine(llm)
         if config.log_engine_metrics:
             self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=_own_id()))
@@ -149,7 +147,7 @@ class ModelServer:
         health = "engine dead" if self._failure is not None else health
         health = "recovering" if self._engine.client.is_recovering else health
         status = ModelStatus.of(self._served[0], self._engine.client, self._rates, self._num_sublayers, health)
-        return ReplicaReport(status=status, place=self._place, problem=self._problem, load_s=self._load_s)
+        return ReplicaReport(status=status, place=self._place, problem=self._problem)
 
     def __del__(self) -> None:
         """Stop the engine. Serve calls this when the requests under way have ended, or their time is up."""

@@ -36,7 +36,7 @@ PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
 _WINDOW_S = 10.0
-_REPLACED_S = 60.0  # beyond the time that the last load took; after it, requests are refused again
+_MOST_STARTING_S = 600.0  # for so long, requests wait for a model that Serve starts
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 
 # Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
@@ -139,13 +139,11 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica's answer to the watch. place: where its process runs. problem: why its engine is stuck, None if not.
-    load_s: seconds that it took to load the model."""
+    """A replica's answer to the watch. place: where its process runs. problem: why its engine is stuck, None if not."""
 
     status: ModelStatus
     place: Place
     problem: str | None
-    load_s: float
 
 
 class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -219,19 +217,16 @@ class Watch:
         self._may_be_absent = may_be_absent
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
-        self._replaced_until_s: dict[str, float] = {}
-        self._unknown_until_s = time.monotonic() + _REPLACED_S
+        self._starting_until_s = dict.fromkeys(self._models, time.monotonic() + _MOST_STARTING_S)
         self._serve_status: asyncio.Future[Any] | None = None  # one question at a time: a thread waits for the answer
 
     def can_serve(self, model: str) -> bool:
-        """Return whether a request would reach an engine, now or after a wait. True at first while nothing is known, as
-        another ingress would serve, and while Serve replaces all replicas, as when their options change."""
+        """Return whether a request would reach an engine, now or after a wait. True while Serve starts all replicas of
+        a model, as when their options change, unless they fail to start or take more than ten minutes."""
         waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
-        if model not in self.replicas:
-            return time.monotonic() < self._unknown_until_s
-        if any(one.health in waits for one in self.replicas[model].values()):
-            return True
-        return not self.replicas[model] and time.monotonic() < self._replaced_until_s.get(model, 0.0)
+        return any(
+            one.health in waits for one in self.replicas.get(model, {}).values()
+        ) or time.monotonic() < self._starting_until_s.get(model, 0.0)
 
     def is_absent(self, model: str) -> bool:
         """Return whether Serve has no replica of the model at this moment. A call would wait for one without limit."""
@@ -262,9 +257,23 @@ class Watch:
 
     async def _failing_starts(self) -> list[str]:
         """Return the problems of models that may be absent, and whose replicas fail to start, as Serve knows."""
-        absent = [model for model in self._may_be_absent if self.is_absent(model)]
-        if not absent:
-            return []
+        known = await self._in_serve([model for model in self._may_be_absent if self.is_absent(model)])
+        failing = [model for model, one in known.items() if one.status_trigger == "REPLICA_STARTUP_FAILED"]
+        return [f"{model}: its replicas fail to start" for model in failing]
+
+    async def ask_serve(self) -> None:
+        """Find out whether Serve starts the models that have no replica now."""
+        absent = [model for model in self._models if not self.num_running(model)]
+        for model, one in (await self._in_serve(absent)).items():
+            if one.status == "UPDATING":
+                self._starting_until_s.setdefault(model, time.monotonic() + _MOST_STARTING_S)
+            elif one.status in ("UNHEALTHY", "DEPLOY_FAILED"):
+                self._starting_until_s.pop(model, None)
+
+    async def _in_serve(self, models: Collection[str]) -> dict[str, Any]:
+        """Return what Serve knows of the deployments of these models. Empty if it does not answer soon."""
+        if not models:
+            return {}
         if self._serve_status is None or self._serve_status.done():
             self._serve_status = asyncio.ensure_future(asyncio.to_thread(serve.status))
         asked = self._serve_status
@@ -272,15 +281,10 @@ class Watch:
         try:
             known = asked.result().applications
         except (RayError, RayServeException, asyncio.InvalidStateError):  # the controller is being replaced
-            return []
-        failing = {
-            (app, name)
-            for app, status in known.items()
-            for name, deployment in status.deployments.items()
-            if deployment.status_trigger == "REPLICA_STARTUP_FAILED"
-        }
-        at = {model: (self._models[model].app_name, self._models[model].deployment_name) for model in absent}
-        return [f"{model}: its replicas fail to start" for model in absent if at[model] in failing]
+            return {}
+        of_all = {(app, name): one for app, status in known.items() for name, one in status.deployments.items()}
+        at = {model: (self._models[model].app_name, self._models[model].deployment_name) for model in models}
+        return {model: of_all[place] for model, place in at.items() if place in of_all}
 
     async def statuses(self) -> list[ModelStatus]:
         """Return the current status of each replica that answers within two seconds."""
@@ -292,6 +296,7 @@ class Watch:
             start_s = time.monotonic()
             try:
                 await self.look()
+                await self.ask_serve()
             except Exception as error:  # noqa: BLE001 - logged, and tried again
                 logger.warning("the replicas cannot be watched now: %s", str(error).partition("\n")[0])
             await asyncio.sleep(PERIOD_S)
@@ -314,9 +319,10 @@ class Watch:
                     new[name] = WatchedReplica(await asyncio.to_thread(ray.get_actor, name, namespace="serve"))
             found = {name: one for name, one in sorted((known | new).items()) if name in names}
             if found or handle.running_replicas_populated():
-                if not found and any(not one.has_ended for one in known.values()):
-                    load_s = max(0.0 if one.report is None else one.report.load_s for one in known.values())
-                    self._replaced_until_s[model] = time.monotonic() + _REPLACED_S + load_s
+                if any(not one.has_ended for one in found.values()):
+                    self._starting_until_s.pop(model, None)
+                elif self.num_running(model):
+                    self._starting_until_s[model] = time.monotonic() + _MOST_STARTING_S
                 self.replicas[model] = found
             for replica in found.values():
                 if replica.asked is None:
@@ -325,17 +331,20 @@ class Watch:
                     logger.warning("model %r: a replica is killed, because %s; another starts", model, fault)
                     replica.answered(None)
                     ray.kill(replica.actor, no_restart=True)
-            # Log one line for a model that has a new problem after it was healthy, or that has recovered.
-            problem, now_s = self.problem(model), time.monotonic()
-            since_s = self._ill_since_s.get(model, now_s)
-            if problem is None:
-                if since_s is not None and model in self._ill_since_s:
-                    logger.warning("model %r: ready after %.1f s", model, now_s - since_s)
-                self._ill_since_s[model] = None
-            elif since_s is None:
-                self._ill_since_s[model] = now_s
-                logger.warning("model %r: %s", model, problem)
+            self._log_problem(model)
         self._looked()
+
+    def _log_problem(self, model: str) -> None:
+        """Log one line for a model that has a new problem after it was healthy, or that has recovered."""
+        problem, now_s = self.problem(model), time.monotonic()
+        since_s = self._ill_since_s.get(model, now_s)
+        if problem is None:
+            if since_s is not None and model in self._ill_since_s:
+                logger.warning("model %r: ready after %.1f s", model, now_s - since_s)
+            self._ill_since_s[model] = None
+        elif since_s is None:
+            self._ill_since_s[model] = now_s
+            logger.warning("model %r: %s", model, problem)
 
     async def _answering(self, timeout_s: float) -> list[WatchedReplica]:
         """Look, wait for the answers for some time, and return the replicas that have answered."""

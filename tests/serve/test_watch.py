@@ -5,6 +5,7 @@ import time
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from ray import serve
@@ -16,17 +17,31 @@ from rayspec.types import EngineStats
 TIMEOUT_S = 60.0
 
 
+HANDLE = SimpleNamespace(
+    app_name="app", deployment_name="Model:m", is_initialized=True, running_replicas_populated=lambda: True
+)
+
+
 def report(health: str = "ready", problem: str | None = None) -> Any:
     status = SimpleNamespace(health=health)
-    return SimpleNamespace(status=status, place=Place(node_id="n", process_id=1), problem=problem, load_s=300.0)
+    return SimpleNamespace(status=status, place=Place(node_id="n", process_id=1), problem=problem)
 
 
 def watched(*reports: Any) -> tuple[Watch, list[WatchedReplica]]:
     """A watch that has found replicas of the model "m" with these reports."""
-    watch = Watch({"m": None}, replica_timeout_s=TIMEOUT_S)
-    replicas = [WatchedReplica(actor=None, report=one) for one in reports]
+    watch = Watch({"m": HANDLE}, replica_timeout_s=TIMEOUT_S)
+    replicas = [WatchedReplica(actor=Mock(), report=one) for one in reports]
     watch.replicas["m"] = dict(zip("abc", replicas, strict=False))
     return watch, replicas
+
+
+async def looked(watch: Watch, patch: pytest.MonkeyPatch, names: set[str], status: str = "UPDATING") -> None:
+    """Serve has these replicas, and says this of the model."""
+    app = SimpleNamespace(deployments={"Model:m": SimpleNamespace(status=status)})
+    patch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: names)
+    patch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
+    await watch.look()
+    await watch.ask_serve()
 
 
 def silent(watch: Watch, seconds: float) -> None:
@@ -37,12 +52,9 @@ def silent(watch: Watch, seconds: float) -> None:
 def test_before_anyone_has_looked_requests_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Watch({"m": None}, replica_timeout_s=TIMEOUT_S)
     assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
-    later_s = time.monotonic() + 61
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "monotonic", lambda: later_s)
-        assert not watch.can_serve("m"), "no replica has ever started"
-    watch, _ = watched()
-    assert (watch.can_serve("m"), watch.problem("m")) == (False, "starting")
+    later_s = time.monotonic() + 601
+    monkeypatch.setattr(time, "monotonic", lambda: later_s)
+    assert not watch.can_serve("m"), "no replica has ever started"
 
 
 def test_a_model_that_has_scaled_to_zero_is_no_problem() -> None:
@@ -56,10 +68,7 @@ def test_a_model_that_has_scaled_to_zero_is_no_problem() -> None:
 @pytest.mark.parametrize("trigger", ["REPLICA_STARTUP_FAILED", "AUTOSCALING"])
 def test_a_model_whose_replicas_fail_to_start_is_a_problem(trigger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks like a model that has scaled to zero."""
-    handle = SimpleNamespace(
-        app_name="app", deployment_name="Model:m", is_initialized=True, running_replicas_populated=lambda: True
-    )
-    watch = Watch({"m": handle}, replica_timeout_s=TIMEOUT_S, may_be_absent={"m"})
+    watch = Watch({"m": HANDLE}, replica_timeout_s=TIMEOUT_S, may_be_absent={"m"})
     model = SimpleNamespace(status_trigger=trigger)
     app = SimpleNamespace(deployments={"Model:m": model})
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app, "other": app}))
@@ -69,10 +78,7 @@ def test_a_model_whose_replicas_fail_to_start_is_a_problem(trigger: str, monkeyp
 
 def test_serve_is_asked_by_one_thread_however_often_the_health_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """While Serve's controller did not answer, the threads of all other work waited for it."""
-    handle = SimpleNamespace(
-        app_name="a", deployment_name="m", is_initialized=True, running_replicas_populated=lambda: 1
-    )
-    watch, asked, goes_on = Watch({"m": handle}, replica_timeout_s=60, may_be_absent={"m"}), list[int](), Event()
+    watch, asked, goes_on = Watch({"m": HANDLE}, replica_timeout_s=60, may_be_absent={"m"}), list[int](), Event()
     monkeypatch.setattr("rayspec.serve.watch._STATUS_TIMEOUT_S", 0.1)
     monkeypatch.setattr(serve, "status", lambda: asked.append(1) or goes_on.wait(60))
 
@@ -85,28 +91,39 @@ def test_serve_is_asked_by_one_thread_however_often_the_health_is_asked(monkeypa
     assert len(asked) == 1
 
 
-def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_asked() -> None:
+def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     watch, (replica,) = watched(None)
+    asyncio.run(looked(watch, monkeypatch, {"a"}))
     assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
     replica.answered(None)
     assert (watch.can_serve("m"), watch.problem("m")) == (False, "starting")
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_requests_wait_while_serve_replaces_the_only_replica(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve takes the replica away before it starts the next. One that has died is not: to load takes long."""
-    names = {"app_name": "", "deployment_name": ""}
-    handle = SimpleNamespace(**names, is_initialized=True, running_replicas_populated=lambda: True)
-    watch = Watch({"m": handle}, replica_timeout_s=TIMEOUT_S)
-    watch.replicas["m"] = {"a": WatchedReplica(actor=None, report=report(), has_ended=has_ended)}
-    monkeypatch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: set())
-    asyncio.run(watch.look())
+def test_requests_wait_while_serve_starts_all_replicas(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve takes the replica away before it starts the next. For one that has died, it starts another later."""
+    watch, (replica,) = watched(report())
+    asyncio.run(looked(watch, monkeypatch, {"a"}, "HEALTHY"))
+    if has_ended:
+        replica.answered(None)
+    asyncio.run(looked(watch, monkeypatch, set(), "HEALTHY"))
     assert watch.replicas["m"] == {}
     assert watch.can_serve("m") is not has_ended
-    later_s = time.monotonic() + 355
-    monkeypatch.setattr(time, "monotonic", lambda: later_s)
-    assert watch.can_serve("m") is not has_ended, "its load took 300 s"
-    later_s += 10
+    asyncio.run(looked(watch, monkeypatch, set(), "UPDATING"))
+    assert watch.can_serve("m"), "it starts"
+    begun_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: begun_s + 601)
+    asyncio.run(looked(watch, monkeypatch, set(), "UPDATING"))
+    assert not watch.can_serve("m"), "as without a place"
+
+
+@pytest.mark.parametrize("status", ["UNHEALTHY", "DEPLOY_FAILED"])
+def test_requests_wait_no_longer_when_serve_gives_up(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, _ = watched()
+    assert watch.can_serve("m")
+    asyncio.run(looked(watch, monkeypatch, set(), status))
     assert not watch.can_serve("m")
 
 
