@@ -518,6 +518,16 @@ def test_the_process_that_compiles_forms_shares_the_time_of_the_server_but_not_i
     assert (os.getsid(process.pid), os.getpgid(process.pid)) == (os.getsid(0), process.pid)
 
 
+def test_the_tokens_of_a_form_are_those_of_the_model_and_not_of_the_check() -> None:
+    """Qwen3 and gpt-oss have theirs beyond 150,000. The check has 262 tokens."""
+    thinks = StructuredOutputsParams(json={"type": "object"}).after("<think>")
+    calls = StructuredOutputsParams(grammar="start: <[200005]> TEXT <[^1,200002-200012]>\nTEXT: /<[0-9]>/")
+    marks, checker = {"<think>": 151_667, "</think>": 151_668}, FormChecker()
+    found = [checker.grammar({**dataclasses.asdict(form), "marks": marks})[0] for form in (thinks, calls)]
+    assert "<[151668]>" in found[0]
+    assert "<[200005]> TEXT <[^1,200002-200012]>" in found[1]
+
+
 def test_large_compiled_forms_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayspec.forms.grammar._MAX_KEPT_BYTES", 1 << 20)
     grammars = _grammars()
