@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,10 @@ _PARAMETER_END = "\n</parameter>\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How the model is made to call the tools of a request. called: those that it may call. special: ids of special
-    tokens. is_known: the chat template describes tools; else a system message does. content: JSON schema of an output
-    without calls; None: it is any text."""
+    """How the model is made to call the tools of a request. called: those that it may call. added: ids of added
+    tokens, which are no text in a grammar. hidden: those that `skip_special_tokens` leaves out. is_known: the chat
+    template describes tools; else a system message does. content: JSON schema of an output without calls; None: it is
+    any text."""
 
     tools: Sequence[Tool]
     called: Sequence[Tool]
@@ -34,7 +35,8 @@ class ToolUse:
     is_forced: bool
     is_parallel: bool
     is_known: bool
-    special: Mapping[str, int]
+    added: Mapping[str, int]
+    hidden: Collection[str] = ()
     content: Mapping[str, Any] | None = None
 
     @classmethod
@@ -60,7 +62,7 @@ class ToolUse:
         # Templates of Llama 3 and gpt-oss take one call at a time.
         has_one = form is not None and (form.may_be_bare or form.has_channels)
         takes_one = is_named or (choice == "required" and has_one)
-        special = {str(token): number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        tokens = tokenizer.added_tokens_decoder.items()
         return cls(
             tools=tools,
             called=[tool for tool in tools if not is_named or tool.function.name == choice["function"]["name"]],
@@ -68,7 +70,8 @@ class ToolUse:
             is_forced=choice != "auto",
             is_parallel=request.parallel_tool_calls and not takes_one,
             is_known=is_known,
-            special=special,
+            added={str(token): number for number, token in tokens},
+            hidden=[str(token) for _, token in tokens if token.special],
             content=None if request.form is None else schema_beside_tools(request.form[1]),
         )
 
@@ -99,7 +102,7 @@ class ToolUse:
         """Sampling parameters that calls need. Raises InvalidRequestError for too many schemas."""
         marks = f"{self.form.begin}{self.form.many_opens}{self.form.head}{self.form.closes}"
         needed: dict[str, Any] = {}
-        if any(token in marks for token in self.special) and not self.form.may_be_bare:
+        if any(token in marks for token in self.hidden) and not self.form.may_be_bare:
             needed["skip_special_tokens"] = False  # they divide the text
         if self.is_forced or self.content is not None or any(tool.function.strict for tool in self.called):
             try:
@@ -137,7 +140,7 @@ class ToolUse:
             after = self._literal((form.many_opens + form.opens).removeprefix(form.begin))
             many = more if form.many_opens else ""
             begin = f"TEXT {self._literal(form.begin)}"
-            rules += ["begun: " + begin] if form.begin in self.special else ["begun[lazy]: " + begin]
+            rules += ["begun: " + begin] if form.begin in self.added else ["begun[lazy]: " + begin]
             closes = f"{self._literal(form.closes)} {many} {self._literal(form.many_closes)}"
             rules += [f"found: begun {after} ({one}) {closes}", f"start: found{'*' if self.is_parallel else '?'} TEXT"]
         return "\n".join(rules)
@@ -164,11 +167,10 @@ class ToolUse:
         yield f"{name}: {' '.join(parts)}"
 
     def _literal(self, text: str) -> str:
-        """Return a text in Lark's syntax, with its special tokens as such."""
-        parts = re.split("|".join(f"({re.escape(token)})" for token in self.special) or "(?!)", text)
-        return " ".join(
-            f"<[{self.special[part]}]>" if part in self.special else json.dumps(part) for part in parts if part
-        )
+        """Return a text in Lark's syntax, with its added tokens as such."""
+        found = sorted((token for token in self.added if token in text), key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, found))})", text) if found else [text]
+        return " ".join(f"<[{self.added[part]}]>" if part in self.added else json.dumps(part) for part in parts if part)
 
 
 def _json_rule(schema: Mapping[str, Any]) -> str:

@@ -125,7 +125,7 @@ def test_forced_calls_are_calls_wherever_the_output_ends(form: ToolFormat) -> No
     """The begin of a call without a name is no content, as a grammar allows calls only."""
     tools = ChatRequest.parse(CHAT | {"tools": TOOLS}).tools
     assert tools is not None
-    use = ToolUse(tools=tools, called=tools, form=form, is_forced=True, is_parallel=True, is_known=True, special={})
+    use = ToolUse(tools=tools, called=tools, form=form, is_forced=True, is_parallel=True, is_known=True, added={})
     arguments = "<parameter=city>\nRome\n</parameter>\n" if form.has_tags else '{"city": "Rome"}'
     calls = [
         form.opens + arguments.join((form.head.replace("NAME", name), form.tail)) + form.closes
@@ -143,7 +143,7 @@ def test_forced_calls_are_calls_wherever_the_output_ends(form: ToolFormat) -> No
 def test_strict_functions_are_called_with_their_schema_only(engine: AsyncEngine, form: ToolFormat) -> None:
     strict = ChatRequest.parse(CHAT | {"tools": [{"type": "function", "function": WEATHER | {"strict": True}}]}).tools
     assert strict is not None
-    use = ToolUse(tools=strict, called=strict, form=form, is_forced=False, is_parallel=True, is_known=True, special={})
+    use = ToolUse(tools=strict, called=strict, form=form, is_forced=False, is_parallel=True, is_known=True, added={})
     parts = form.head.replace("NAME", "weather"), form.tail + form.closes + form.many_closes
     for days, is_taken in (("3", True), ("30", False)):
         arguments = f'{{"city": "Rome", "days": {days}}}'
@@ -242,16 +242,35 @@ def test_a_schema_that_cannot_be_enforced_is_refused(engine: AsyncEngine) -> Non
     assert ApiError.of(caught.value).param == "tools"
 
 
-def test_marks_that_are_special_tokens(tmp_path: Path) -> None:
-    template = "[TOOL_CALLS]" + HERMES
-    tokenizer = tokenizer_with(template.replace("<|user|>", "<|document|>"), tmp_path, special="[TOOL_CALLS]")
+@pytest.mark.parametrize("mark", ["[TOOL_CALLS]", "<tool_call>"])
+def test_marks_that_are_tokens_of_their_own(tmp_path: Path, mark: str) -> None:
+    """Mistral's is a special token. That of Qwen's models is none, and no text for a grammar either."""
+    tokenizer = tokenizer_with(mark + HERMES.replace("<|user|>", "<|document|>"), tmp_path, special=mark)
+    content = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+    (added,) = (one for one in content["added_tokens"] if one["content"] == mark)
+    added["special"] = mark == "[TOOL_CALLS]"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config["extra_special_tokens"] = [mark] * added["special"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     engine = AsyncEngine(LLM(shallow_demo(), tokenizer=tokenizer, **OPTIONS))
     try:
-        mark = engine.tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
+        strict: Any = {"tools": [{"type": "function", "function": {"name": "now", "strict": True}}]}
+        use = ToolUse.of(ChatRequest.parse(CHAT | strict), engine.tokenizer, None)
+        assert use is not None
+        form = use.form
+        call_of_now = form.head.replace("NAME", "now") + "{}" + form.tail
+        text = f"So:{form.many_opens}{form.opens}{call_of_now}{form.closes}{form.many_closes}"
+        tokens = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert added["id"] in tokens
+        assert use.sampling.get("skip_special_tokens", True) != added["special"]
+        grammars = Grammars(lambda: engine.tokenizer, vocab_size=2048, eos_token_ids=(1,))
+        initial = grammars.compiled(use.sampling["structured_outputs"]).result().initial
+        assert initial.deep_copy().validate_tokens(tokens) == len(tokens)
         (choice,) = answer(engine, tools=TOOLS, tool_choice=NAMED, return_token_ids=True)["choices"]
         (call,) = choice["message"]["tool_calls"]
         check_weather(call)
-        assert choice["token_ids"][0] == mark
-        assert len(call["id"]) == 9, "Mistral's templates take no other"
+        assert choice["token_ids"][0] == added["id"]
+        assert len(call["id"]) == (9 if added["special"] else 29), "Mistral's templates take no other"
     finally:
         engine.llm.shutdown()
