@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -261,11 +262,14 @@ class Rendering:
 
 _OF_RENDERING = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
 _PLAINLY = Rendering()
+# As DeepSeek's templates.
+_TAKES_TEXT = re.compile(r"""\+\s*[\w.\[\]'"]*\barguments['"\]]*\s*\+|\barguments['"\]]*\s*\|\s*string\b""")
 
 
 def conversation_tokens(messages: Sequence[Any], tokenizer: Any, rendering: Rendering = _PLAINLY) -> list[int]:
     """Return the tokens of the conversation by the chat template. Arguments of tool calls that are the text of a JSON
-    object become an object, as in vLLM. Raises InvalidMessagesError, also for any error of the template."""
+    object become an object, as in vLLM, unless the template adds them to a text. Raises InvalidMessagesError, also for
+    any error of the template."""
     return list(_templated(messages, tokenizer, rendering, return_dict=True)["input_ids"])
 
 
@@ -277,9 +281,12 @@ def conversation_text(messages: Sequence[Any], tokenizer: Any, rendering: Render
 def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **options: Any) -> Any:
     conversation, template = read_conversation(messages), rendering.template_of(tokenizer)
     check_rendered(conversation, template)
+    takes_text = _TAKES_TEXT.search(template) is not None
     for message in conversation:
         for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = _as_object(call["function"].get("arguments") or {})
+            arguments = _as_object(call["function"].get("arguments") or {})
+            is_made_text = takes_text and isinstance(arguments, dict)
+            call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False) if is_made_text else arguments
     render = partial(
         tokenizer.apply_chat_template,
         tools=rendering.tools or None,

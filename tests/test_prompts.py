@@ -213,6 +213,10 @@ def test_arguments_of_tool_calls_are_objects_as_in_vllm() -> None:
     assert rendered("") == rendered(None) == rendered({}) == rendered("{}") == "{}"
     assert rendered("{'a': 6}") == "\"{'a': 6}\""
     assert rendered("[" * 100_000) == f'"{"[" * 100_000}"'
+    for text in ("{{ '' + messages[0].tool_calls[0]['function']['arguments'] + '' }}", "{{ call.arguments|string }}"):
+        template = "{% set call = messages[0].tool_calls[0].function %}" + text
+        assert rendered('{"a": null}', template) == '{"a": null}'
+        assert rendered({"a": 6}, template) == '{"a": 6}'
 
 
 def test_several_templates_without_a_default_are_named() -> None:
