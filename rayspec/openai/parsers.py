@@ -100,10 +100,13 @@ FORMATS: Sequence[ToolFormat] = (
     ),
 )
 HERMES = FORMATS[3]
+_OF_OTHERS = ("<arg_key>", "<tool_calls>")  # tags of GLM and Apriel, whose templates have <tool_call>, too
 
 
 def format_of(template: str, name: str | None) -> ToolFormat | None:
     """Return the format that a chat template asks for, if it is a known one. name: of the format, in its place."""
+    if name is None and any(tag in template for tag in _OF_OTHERS):
+        return None
     named = [one for one in FORMATS if name in (None, one.name)]
     found = [one for one in named if all(sign in template for sign in one.signs)]
     return found[0] if found else named[-1] if name is not None else None
@@ -127,6 +130,8 @@ _JSON_HEAD = re.compile(
 _NAME_HEAD = re.compile(r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 _PART_OF_NAME_HEAD = re.compile(r"[\w.-]+(?:\[[A-Z_]*(?:\]\w*)?){0,2}\s*")
 _TAG_HEAD = re.compile(r"<function=(?P<name>[^>\s]+)>")
+_TAG = "<function="
+_PART_OF_TAG_HEAD = re.compile(rf"{_TAG}[^>\s]*")
 _PARAMETER = re.compile(r"\s*<parameter=(?P<name>[^>\s]+)>(?P<value>.*?)</parameter>", re.DOTALL)
 _JSON = json.JSONDecoder(strict=False)
 
@@ -147,6 +152,7 @@ class CallParser:
         self._rest, self._is_last = "", False  # the text that belongs to no piece yet, and whether no more follows
         self._pieces: list[str | CallPiece] = []
         self._has_content = False
+        self._begins = (form.begin, _TAG) if form.has_tags else (form.begin,)  # Qwen3-Coder may leave out the first
         self._steps = self._output()
 
     def feed(self, text: str, *, finished: bool) -> list[str | CallPiece]:
@@ -168,19 +174,18 @@ class CallParser:
 
     def _begin(self) -> Steps:
         """Show the content before a call. The rest then begins with the call, or with spaces before it."""
-        begin = self._form.begin
         while True:
             text = self._rest.lstrip(_SPACE)
             is_bare = self._form.may_be_bare and not self._has_content and not self.num_calls
             if is_bare and text.startswith("{"):
                 return True
-            if (at := self._rest.find(begin)) >= 0:
-                self._show(len(self._rest[:at].rstrip(_SPACE)))
+            if found := [at for begin in self._begins if (at := self._rest.find(begin)) >= 0]:
+                self._show(len(self._rest[: min(found)].rstrip(_SPACE)))
                 return True
             if self._is_last:
                 self._show(len(self._rest) if text or not self.num_calls else 0)
                 return False
-            num_begun = _num_begun(self._rest, (begin,))
+            num_begun = _num_begun(self._rest, self._begins)
             self._show(len(self._rest[: len(self._rest) - num_begun].rstrip(_SPACE)))
             yield
 
@@ -193,7 +198,8 @@ class CallParser:
             pattern = _JSON_HEAD if body.startswith("{") else _NAME_HEAD if self._form.is_named else _TAG_HEAD
             if (match := pattern.match(body, 0, _MOST_HEAD)) is not None:
                 name = _decoded(match["name"]) if pattern is _JSON_HEAD else match["name"]
-                if name is not None and self._may_be_called(name):
+                is_marked = pattern is not _TAG_HEAD or mark > space  # else the text may be about functions
+                if name is not None and self._may_be_called(name) and (is_marked or name in self._schemas):
                     self._add(name, "")
                     self._rest = body[match.end() :]
                     if pattern is _TAG_HEAD:
@@ -212,19 +218,22 @@ class CallParser:
         """Read a whole call in JSON whose fields have another order."""
         try:
             call, end = _JSON.raw_decode(body[:_MOST_ODD])
+            name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
         except (ValueError, RecursionError):
             return False
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if not isinstance(name, str) or not self._may_be_called(name):
             return False
-        self._add(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+        self._add(name, text)
         self._rest = body[end:]
         return True
 
     def _may_begin(self, body: str) -> bool:
         if self._form.is_named and _PART_OF_NAME_HEAD.fullmatch(body):
             return True
-        return not body or body.startswith("{") or (not self._form.is_named and _begins("<function=", body))
+        if not body or body.startswith("{"):
+            return True
+        return not self._form.is_named and (_TAG.startswith(body) or _PART_OF_TAG_HEAD.fullmatch(body) is not None)
 
     def _may_be_called(self, name: str) -> bool:
         return name in self._schemas or not self._form.may_be_bare
@@ -250,6 +259,9 @@ class CallParser:
                     if depth < 0 or (depth == 0 and not is_enclosed):
                         self._rest = self._rest[at:]
                         return True
+                elif sign in "<;" and depth == 0 and not is_shown:  # what follows a call whose last bracket is missing
+                    self._rest = self._rest[at - 1 :]
+                    return True
             if is_shown and at > start:
                 self._add(None, self._rest[start:at])
             self._rest = ""
@@ -301,7 +313,12 @@ class CallParser:
     def _add(self, name: str | None, arguments: str) -> None:
         self.num_calls += name is not None
         if self._is_parallel or self.num_calls == 1:
-            self._pieces.append(CallPiece(self.num_calls - 1, name, arguments))
+            self._pieces.append(CallPiece(self.num_calls - 1, name and _spelled(name), _spelled(arguments)))
+
+
+def _spelled(text: str) -> str:
+    """Return a text of JSON with half of a surrogate pair as JSON spells it, because UTF-8 has none."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _decoded(name: str) -> str | None:
@@ -319,15 +336,43 @@ def _begins(sign: str, text: str) -> bool:
 
 
 def _as_json(value: str, schema: Mapping[str, Any], name: str) -> str:
-    """Return the JSON of an argument that stands in a tag. Text whose schema is no text is JSON, if it is valid."""
+    """Return the JSON of an argument that stands in a tag. Text is JSON if it is valid, unless its schema is for texts
+    and for no such value."""
     properties = schema.get("properties")
     own = properties.get(name) if isinstance(properties, Mapping) else None
     if not isinstance(own, Mapping) or own.get("type") != "string":
         try:
-            return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)
+            types = _types(own)
+            found = json.loads(_OF_PYTHON.get(value, value) if types else value)
+            if "string" not in types or types & _TYPES[type(found)]:
+                return json.dumps(found, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
             pass
     return json.dumps(value, ensure_ascii=False)
+
+
+_OF_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them, and so models
+_TYPES: Mapping[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+    str: {"string"},
+}
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a JSON schema names, also as one of several."""
+    if not isinstance(schema, Mapping):
+        return set()
+    named, found = schema.get("type"), set[str]()
+    for one in named if isinstance(named, list) else [named]:
+        found |= {one} if isinstance(one, str) else set()
+    for several in (schema.get("anyOf"), schema.get("oneOf")):
+        found = found.union(*map(_types, several if isinstance(several, list) else ()))
+    return found
 
 
 HARMONY = "openai_gptoss"

@@ -8,8 +8,10 @@ import pytest
 from rayspec.openai.parsers import FORMATS, CallParser, ToolFormat, format_of
 from tests.openai.scripted import joined, require_one_reading
 
+CODE = {"anyOf": [{"type": "string"}, {"type": ["null", "array"]}], "oneOf": 5}
+DRY = {"type": "boolean"}
 SCHEMAS: dict[str, Any] = {
-    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "code": CODE, "dry": DRY}},
     "now": {},
 }
 NAMED, LISTED, TAGGED, HERMES, LLAMA, _ = FORMATS  # the last has a parser of its own, see test_reasoning.py
@@ -43,6 +45,11 @@ CASES: list[tuple[ToolFormat, str, Result]] = [
         ('<tool_call>{"x": 1}</tool_call>', ('<tool_call>{"x": 1}</tool_call>', [])),
         ('<tool_call>{"name": "now", "arguments": {}, "id": "}"}</tool_', ("", [("now", "{}")])),
         ("a <tool_call", ("a <tool_call", [])),
+        (
+            f'<tool_call>{{"name": "weather", "arguments": {PARIS}\n</tool_call>\n{NOW}',  # a bracket is missing
+            ("", [("weather", PARIS), ("now", "{}")]),
+        ),
+        (r'<tool_call>{"arguments": {"a": "\ud83d"}, "name": "now"}</tool_call>', ("", [("now", r'{"a": "\ud83d"}')])),
     ]
 ] + [
     (
@@ -57,8 +64,36 @@ CASES: list[tuple[ToolFormat, str, Result]] = [
     ),
     (
         TAGGED,
+        f"Well.\n<function=weather>\n{VALUES}</function>\n</tool_call>\n<function=now>\n</function>",
+        ("Well.", [("weather", '{"city": "12", "days": 3}'), ("now", "{}")]),
+    ),
+    *((TAGGED, text, (text, [])) for text in ("Write <function=other>, or <function=x y>.", "<function=now")),
+    (
+        TAGGED,
         "<tool_call><function=other><parameter=c>NaN</parameter></function></tool_call>",
         ("", [("other", '{"c": "NaN"}')]),
+    ),
+    (
+        TAGGED,
+        r'<tool_call><function=other><parameter=c>"\ud83d"</parameter></function></tool_call>',
+        ("", [("other", r'{"c": "\ud83d"}')]),
+    ),
+    *(
+        (
+            TAGGED,
+            f"<tool_call><function=weather><parameter={name}>{text}</parameter></function></tool_call>",
+            ("", [("weather", f'{{"{name}": {value}}}')]),
+        )
+        for name, text, value in [
+            ("code", "0123", '"0123"'),
+            ("code", "123", '"123"'),
+            ("code", '"5"', '"5"'),
+            ("code", "[1]", "[1]"),
+            ("code", "None", "null"),
+            ("code", "True", '"True"'),
+            ("dry", "False", "false"),
+            ("other", "None", '"None"'),
+        ]
     ),
     (
         LISTED,
@@ -75,6 +110,11 @@ CASES: list[tuple[ToolFormat, str, Result]] = [
     (
         LLAMA,
         f' {{"name": "weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}',
+        ("", [("weather", PARIS), ("now", "{}")]),
+    ),
+    (
+        LLAMA,
+        f'{{"name": "weather", "parameters": {PARIS}; {{"name": "now", "parameters": {{}}',
         ("", [("weather", PARIS), ("now", "{}")]),
     ),
     (LLAMA, f'<|python_tag|>{{"name": "weather", "parameters": {PARIS}}}', ("", [("weather", PARIS)])),
@@ -137,6 +177,8 @@ def test_a_long_call_may_have_its_name_last() -> None:
 def test_a_format_is_found_by_the_template_or_by_its_name() -> None:
     assert [format_of("".join(form.signs), None) for form in FORMATS] == list(FORMATS)
     assert format_of("{{ tools }}", None) is None
+    for others in ("<tool_call>{name}\n<arg_key>{key}</arg_key>", "<tool_call> XML tags:\n<tool_calls>[{}]"):
+        assert format_of(others, None) is None
     assert format_of("<tool_call>", "llama3_json") is LLAMA
     assert [format_of(template, "mistral") for template in ("[TOOL_CALLS][ARGS]", "")] == [NAMED, LISTED]
     assert json.loads(PARIS)
