@@ -76,6 +76,12 @@ def test_without_an_output_the_texts_are_printed_or_the_rows_and_nothing_is_kept
     )
 
 
+def test_a_text_that_is_empty_is_printed_as_such(run: Any, tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", {"id": "a", "prompt": "The annual review of"})
+    result = run("generate", "in.jsonl", *PLAIN, "--max-tokens", "3", "--set", 'sampling.stop=[" "]')
+    assert (result.exit_code, result.stdout) == (0, "\n\n"), result.output
+
+
 def test_ids_and_names_are_printed_as_they_are(run: Any, tmp_path: Path) -> None:
     """The table's library would drop a tag, replace ":bug:" by a picture, and raise for a tag that closes nothing."""
     rows = [{"id": name, "prompt": "a"} for name in ("[red]b[/red]", "[/c] :bug:", "d\x1b[2J\ne")]

@@ -98,6 +98,12 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
             problem = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(f"option {option!r} is {name!r}: {problem}") from None
 
+    def check_columns(self, **are_given: bool) -> None:
+        """Raise ConfigError if a template and another option that says where the prompt is are given."""
+        for name, is_given in are_given.items():
+            if is_given and self.prompt_template is not None:
+                raise ConfigError(f"options {name!r} and 'prompt_template' are both given: leave one out")
+
     @property
     def of_prompts(self) -> dict[str, Any]:
         """What a DocumentTask gets of the prompts. Raises ConfigError."""
@@ -128,8 +134,7 @@ def summarize(
     Without inputs, it summarizes bundled documents."""
     options = asked.own_options(DocumentOptions)
     settings = options.in_force(asked.settings())
-    if prompt is not None and options.prompt_template is not None:
-        raise ConfigError("options 'prompt' and 'prompt_template' are both given: leave one out")
+    options.check_columns(prompt=prompt is not None, text_column=text_column != "text")
     if options.prompt_template is not None and not inputs:
         raise ConfigError("option 'prompt_template' is given without inputs: name files, folders or patterns")
     usual = "{text}" if options.prompt_template is not None else summary_prompt(settings.engine.model)
@@ -162,8 +167,9 @@ def generate(
         raise ConfigError("no inputs: name files, folders or patterns")
     options = asked.own_options(DocumentOptions)
     settings = options.in_force(asked.settings())
-    chat = chat or options.system is not None
-    task = DocumentTask(settings=settings, template="{text}", chat=chat, long=options, **options.of_prompts)
+    options.check_columns(prompt_column=prompt_column != "prompt", messages_column=messages_column != "messages")
+    of_task: dict[str, Any] = {"chat": chat or options.system is not None, "needs_chat": chat} | options.of_prompts
+    task = DocumentTask(settings=settings, template="{text}", long=options, **of_task)
     columns = Columns(text=prompt_column, id=options.id_column, messages=messages_column, template=task.prompt_template)
     source = _source(inputs, output, options, columns)
     _run_documents(context, task, source, output, options, name="texts", text_column="text")
@@ -236,7 +242,7 @@ def _run_documents(
             for line in lines:
                 row = json.loads(line)
                 title = f"{row['id']}\n" if len(lines) > 1 else ""
-                print_text(line if output == _STDOUT else f"{title}{row[text_column] or row['error']}\n")
+                print_text(line if output == _STDOUT else f"{title}{row[text_column] or row['error'] or ''}\n")
             say(str(report))
             raise typer.Exit(code)
     table = Table(title=str(report), title_justify="left")

@@ -84,12 +84,14 @@ class PromptBuilder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentTask:
-    """The task of completing a prompt for each document. template, chat, system: as for PromptBuilder. instruct: tell
-    the model that it reads a part. prompt_template: the Jinja template that has made the documents of columns."""
+    """The task of completing a prompt for each document. template, chat, system: as for PromptBuilder. needs_chat: a
+    model without a chat template is refused. instruct: tell the model that it reads a part. prompt_template: the Jinja
+    template that has made the documents of columns."""
 
     settings: Settings
     template: str
     chat: bool = True
+    needs_chat: bool = False
     long: LongDocumentOptions = field(default_factory=LongDocumentOptions)
     instruct: bool = True
     system: str | None = None
@@ -120,6 +122,8 @@ class DocumentTask:
         """
         params = self.settings.sampling
         prompts = PromptBuilder(llm=engine.llm, template=self.template, chat=self.chat, system=self.system)
+        if self.needs_chat and not engine.tokenizer.chat_template:
+            raise ConfigError("option 'chat' needs a model with a chat template: leave the option out")
         # With room for a whole output; for one token of it, where it may fill the context.
         fitting = max(1, engine.max_model_len - (params.max_tokens or 1))
         if self.long.long == "truncate":

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
 from rayspec.batch.rows import Row
 from rayspec.config import Options, SamplingParams
@@ -86,6 +87,15 @@ class LongDocumentOptions(Options):
         if min(budgets, default=1) < 1:
             raise ValueError("each level needs 1 token or more")
         return budgets
+
+    @model_validator(mode="after")
+    def _of_parts(self) -> Self:
+        given = [name for name in ("chunk_tokens", "overlap_tokens", "level_tokens") if getattr(self, name)]
+        if given and self.long not in ("map-reduce", "refine"):
+            raise ValueError(
+                f"option {given[0]!r} works with long 'map-reduce' or 'refine' only, not {self.long!r}: leave one out"
+            )
+        return self
 
 
 def cut(num_tokens: int, chunk: int, overlap: int, strength: Callable[[int], int] = lambda position: 0) -> list[range]:

@@ -1,5 +1,7 @@
 """What decides the rows of a job over documents."""
 
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from rayspec import SamplingParams
 from rayspec.batch.document_task import DocumentTask
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.command.settings import make_settings
+from rayspec.types import ConfigError
 from tests.batch.test_long_documents import RecordingEngine, completed, document
 
 SAID = "<think>Hm.</think> So."
@@ -65,3 +68,12 @@ def test_a_parser_makes_a_reasoning_column(
     handler = task(sampling=sampling, chat=False, **options).handler(engine)
     row = completed(handler(document(prompt)))
     assert (row.reasoning, row.text) == expected
+
+
+def test_a_chat_that_was_asked_for_needs_a_chat_template() -> None:
+    engine: Any = RecordingEngine()
+    engine.tokenizer = deepcopy(engine.tokenizer)
+    engine.tokenizer.chat_template = None
+    task(sampling={"max_tokens": 9}).handler(engine)
+    with pytest.raises(ConfigError, match="option 'chat' needs a model with a chat template"):
+        replace(task(sampling={"max_tokens": 9}), needs_chat=True).handler(engine)

@@ -370,6 +370,7 @@ def test_chunks_and_groups_whose_prompts_are_longer_than_they_are_made_smaller()
     [
         ({"long": "map_reduce"}, "'long' is 'map_reduce'.*did you mean 'map-reduce'"),
         ({"long": "refine", "level_tokens": (0,)}, "'level_tokens'.*1 token or more"),
+        ({"chunk_tokens": 100}, "'chunk_tokens' works with long 'map-reduce' or 'refine' only, not 'fail'"),
         ({"long": "refine", "chunk_tokens": 550}, "'chunk_tokens' is 550: 51. tokens of a chunk fit"),
         (
             {"long": "map-reduce", "chunk_tokens": 100, "overlap_tokens": 51},
