@@ -145,10 +145,11 @@ def read_piece(
     num_missing = len(wanted) - num_rows if wanted is not None else 0
     if failure is None and num_missing:
         failure = UnreadableFileError(f"{piece.name}: {num_missing} rows are gone; do not change the input")
-    elif failure is None and num_rows == 0:
+    elif failure is None and num_rows == 0 and piece.table is None and not piece.num_before:
         failure = InputFileError(f"{piece.name}: the file is empty; give it rows or leave it out", "empty_file")
     if failure is not None and (wanted is None or num_missing):
-        yield 0, Row(id=piece.name, source=piece.name).refused(failure)
+        first = piece.num_before + 1 if piece.num_before else 0  # so that each piece is a row of its own
+        yield 0, Row(id=piece.name, source=piece.source(first)).refused(failure)
 
 
 _Fields = Mapping[Any, Any] | InputFileError

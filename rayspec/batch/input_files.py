@@ -138,8 +138,8 @@ class _Search:
         """Keep known files, data files of tables and unreadable folders, and record the others. Return how many."""
         kept: list[tuple[tuple[str, ...], Location | Piece]] = [(self._canonical(one), one) for one in unreadable]
         ours = {self._canonical(file): file for file in files}
-        for output in self._outputs:
-            ours = {parts: file for parts, file in ours.items() if parts[: len(output)] != output}
+        own = {parts for parts in ours if any(parts[: len(output)] == output for output in self._outputs)}
+        results = {ours.pop(parts).absolute().name: "in the output" for parts in own}
         for parts in self._of_earlier_jobs(ours):
             file = ours.pop(parts)
             self.left_out[file.absolute().name] = "results of a job"
@@ -159,6 +159,8 @@ class _Search:
                 self.left_out[file.absolute().name] = file.suffix or "no suffix"
             else:
                 kept.append((parts, file))
+        if not kept:  # the input is in the output's folder
+            self.left_out |= results
         for parts, place in sorted(kept, key=itemgetter(0)):
             self.found.setdefault(parts, place)
         return len(kept)

@@ -164,7 +164,8 @@ class Columns:
     @property
     def names(self) -> list[str]:
         contents = [self.text, self.messages] if self.template is None else _names(self.template)
-        return [name for name in (self.id_name, *contents) if name is not None]
+        names = dict.fromkeys((self.id_name, *contents))  # a template may name the id, too
+        return [name for name in names if name is not None]
 
     def row_id(self, row: Mapping[str, Any], source: str) -> str:
         """Return the id of a row. source: the row's place, which is its id where it has none. Raises InputFileError."""

@@ -80,6 +80,25 @@ def test_rows_of_a_large_parquet_file_are_the_same_in_pieces(tmp_path: Path, mon
             assert [row for row in rows if row[0]] == [row for row in expected if wanted is None or row[0] in wanted]
 
 
+def test_a_piece_without_rows_is_no_error_and_each_that_fails_is_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_BYTES_PER_PIECE", 1)
+    table = pa.table({"text": ["a", "b"]})
+    with pq.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        writer.write_table(table)
+        writer.write_table(table.slice(2))
+    found = pieces(tmp_path / "a.parquet")
+    assert len(found) == 2, "the second has no row"
+    assert [outcome(row) for piece in found for _, row in read_piece(piece, TEXT)] == ["a", "b"]
+    twice = pa.Table.from_arrays([table["text"]] * 2, names=["text"] * 2)
+    pq.write_table(twice, tmp_path / "b.parquet", row_group_size=1)
+    rows = [row for piece in pieces(tmp_path / "b.parquet") for _, row in read_piece(piece, TEXT)]
+    assert [(row.id, row.source, outcome(row)) for row in rows] == [
+        ("b.parquet", source, "duplicate_column") for source in ("b.parquet", "b.parquet:2")
+    ]
+
+
 def test_a_bad_line_is_one_bad_row(tmp_path: Path) -> None:
     lines: list[tuple[Any, str]] = [
         ({"id": "good", "text": "fine"}, "fine"),
@@ -356,6 +375,23 @@ def test_a_column_that_stands_twice_in_parquet_is_an_error_where_it_is_asked_for
     assert outcome(of("other")) == "a"
     assert (of("text").id, of("text").error_kind) == ("a.parquet", "duplicate_column")
     assert str(of("id").error) == "a.parquet: two columns are called 'id'; rename one"
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_column_may_have_two_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 64)  # rows of large batches are read one by one
+    chats = [[{"role": "user", "content": f"question {number}"}] for number in range(9)]
+    table = pa.table({"prompt": chats, "id": list("abcdefghi")})
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    rows = read(path, columns=Columns(text="prompt", messages="prompt"))
+    assert [json.loads(row.messages or "") for row in rows] == chats
+    rows = read(path, columns=Columns(template="{{ id }}: {{ prompt[0].content }}"))
+    assert [row.document for row in rows] == [f"{row.id}: question {number}" for number, row in enumerate(rows)]
 
 
 def test_a_parquet_file_with_any_damage_is_rows_and_errors(tmp_path: Path) -> None:

@@ -89,6 +89,13 @@ def test_inputs_that_nothing_can_come_of_are_refused(folder: Path, inputs: list[
     assert message in str(caught.value)
 
 
+def test_inputs_in_the_folder_of_the_output_are_said_to_be(folder: Path) -> None:
+    fill(folder, "data/in/a.txt", "data/in/b.odt")
+    for name in ("data/in", "data/in/*"):
+        with pytest.raises(ConfigError, match=r"no file of a known type \(in the output \(2\) left out\)"):
+            find_files([name], outputs=["data"])
+
+
 def test_one_name_without_a_file_does_not_lose_the_others(folder: Path) -> None:
     fill(folder, "a.txt", "b.odt", "empty/c.odt")
     assert found("absent.txt", "a.txt", "b.odt", "empty") == ["absent.txt", "a.txt", "b.odt", "empty"]
