@@ -55,7 +55,7 @@ are neighbours and share keys and values in the KV cache. Both orders sort all r
 SCAN_SCHEMA: Final = pa.schema(
     {
         "id": pa.large_string(),
-        "input_hash": pa.string(),
+        "input_hash": pa.large_string(),
         "piece": pa.int32(),
         "number": pa.int64(),
         "error": pa.string(),
@@ -489,6 +489,9 @@ class Job:
         location, merged, file_format = output_places(self.output, self.options.format)
         report, drain = RunReport(), Drain(self.options.drain_s)
         form = self.task.settings.sampling.structured_outputs
+        reads = [one.path for one in source.files if one.table is None]
+        if (corpus := self.task.settings.engine.speculation.corpus) is not None:
+            reads.append(corpus)
         with (
             RunFolder(
                 location,
@@ -498,6 +501,7 @@ class Job:
                 text_column=self.text_column,
                 file_format=file_format,
                 report_files=(CONFIG_NAME, *REPORT_NAMES, *self.export_names),
+                reads=reads,
                 json_schema=form.json if form is not None and isinstance(form.json, str) else None,
             ) as folder,
             self.backend.session(self.task.settings.engine.parallel),
@@ -531,7 +535,9 @@ class Job:
         redone = found.changed if self.options.changed == "redo" else {}
         folder.redo(pa.array(redone, pa.large_string()))
         if kinds := folder.parts.kinds:
-            report.add_earlier(kinds, folder.parts.rows)
+            report.add_earlier(
+                kinds, lambda **which: (row for row in folder.parts.rows(**which) if row.id not in redone)
+            )
             num_kept = f"{kinds.total()} row{'s' * (kinds.total() != 1)}"
             say(f"resuming: {num_kept} of an earlier run kept; --overwrite starts over")
             self._compare_files(folder)
@@ -708,6 +714,7 @@ class _SharedResults:
 
     def _give(self, result: Row, row: Row) -> None:
         none: dict[str, Any] = {"num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_rate": None}
-        same = replace(result, id=row.id, source=row.source, latency_s=None, decode_s=None, **none)
+        error = result.error and result.error.replace(f"{result.source}: ", f"{row.source}: ", 1)
+        same = replace(result, id=row.id, source=row.source, error=error, latency_s=None, decode_s=None, **none)
         self._folder.add(same)
         self._report.add(same, is_shared=True)

@@ -8,7 +8,8 @@ A part is complete or absent, and never changes. A resume reads the ids, hashes 
 
 Two drivers on one folder: on file systems of this machine a lock refuses the second driver. The kernel releases the
 lock when its process ends, however it ends. A remote store has no such lock, so both drivers work there. Nothing is
-lost: the names of parts contain the session, and of several rows with the same id one counts.
+lost: the names of parts contain the session, and of several rows with the same id one counts. Of two drivers whose
+options differ, the first ends with an error.
 
 A folder that is moved, deleted or replaced while a job runs has no longer the lock of the job, which writes no more.
 """
@@ -26,7 +27,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields, replace
@@ -155,13 +156,15 @@ class RunFolder:
         text_column: str,
         file_format: FileFormat,
         report_files: Collection[str] = (),
+        reads: Collection[str] = (),
         json_schema: str | None = None,
     ) -> None:
         """Begin a job in a new or empty folder, or continue the job that is in the folder.
 
         merged: the file of all rows. identity: the options that decide the content of the rows, as JSON values; nested
         keys are compared one by one. overwrite: delete the files of an earlier job and begin again; other files stay.
-        report_files: names of other files of the job. json_schema: see `Parts`.
+        report_files: names of other files of the job. reads: paths of files that the job reads, which `overwrite` must
+        not delete. json_schema: see `Parts`.
 
         Raises ConfigError for a folder that holds other files, has another identity, is being written by another
         process, or cannot be reached; DamagedOutputError for files in it that cannot be read.
@@ -177,15 +180,17 @@ class RunFolder:
         self._held = ExitStack()
         self._lock: IO[bytes] | None = None
         try:
-            _check_usable(location, merged, overwrite=overwrite)  # first: a lock leaves a file
+            stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
+            names = (f"{stem}.parquet", f"{stem}.jsonl", *report_files)
+            _check_usable(location, merged, names, overwrite=overwrite)  # first: a lock leaves a file
             if (lock := _locked(location)) is not None:
                 self._lock = self._held.enter_context(lock)
             if overwrite:  # delete the files of an earlier job, except its manifest: the folder always has one
-                for name in parts_in(location.join(ROWS)):
-                    location.join(ROWS, name).delete()
-                stem = PurePosixPath(merged.path).stem  # in a folder, another format may have been asked for before
-                for file_name in (f"{stem}.parquet", f"{stem}.jsonl", *report_files):
-                    location.join(file_name).delete()
+                parts = (location.join(ROWS, name) for name in parts_in(location.join(ROWS)))
+                earlier = [*parts, *map(location.join, names)]
+                _require_unread(location, earlier, reads)
+                for file in earlier:
+                    file.delete()
             before = fresh if overwrite else _continue(location, fresh)
             _remove_leftovers(location, merged)
             self.parts = Parts(location.join(ROWS), text_column=text_column, json_schema=json_schema)
@@ -243,6 +248,7 @@ class RunFolder:
     def note(self, extra: dict[str, dict[str, Any]]) -> None:
         """Write further content of the manifest now, so that a run that is killed leaves it. Raises OutputError."""
         with self.naming_output():
+            self._check_place()
             self._save(self.manifest, extra=extra)
 
     def finish(self, counts: dict[str, Any], *, is_whole: bool = True) -> None:
@@ -275,8 +281,12 @@ class RunFolder:
         self.close()
 
     def _check_place(self) -> None:
-        """Raise OSError if the folder is not the one that was locked: rows would go to another job, or be lost."""
+        """Raise OSError if the folder is not the one that was locked, or where there are no locks, if it has become
+        that of a job with other options: rows would go to another job, or be lost."""
         if self._lock is None:
+            now = msgspec.json.decode(self.location.join(MANIFEST).read(), type=Manifest)
+            if _flat(now.identity) != _flat(self.manifest.identity):
+                raise OSError(errno.ESTALE, "a job with other options has begun in it meanwhile")
             return
         try:
             is_same = os.path.samestat(
@@ -302,11 +312,13 @@ class RunFolder:
 
     def _merge(self) -> None:
         if not self.is_merged:
+            self._check_place()
             with self._merged.writing() as file:
                 self.parts.write(file, self.manifest.file_format)
             self.is_merged = True
 
     def _end_session(self, status: Status, counts: dict[str, Any]) -> None:
+        self._check_place()
         *before, session = self.manifest.sessions
         kinds = self.parts.kinds
         self._save(
@@ -324,7 +336,6 @@ class RunFolder:
         )
 
     def _save(self, manifest: Manifest, **changes: Any) -> None:
-        self._check_place()
         self.manifest = msgspec.structs.replace(manifest, **changes)
         self.location.join(MANIFEST).write(msgspec.json.format(msgspec.json.encode(self.manifest), indent=2) + b"\n")
 
@@ -387,8 +398,9 @@ def _continue(location: Location, fresh: Manifest) -> Manifest:
     return fresh
 
 
-def _check_usable(location: Location, merged: Location, *, overwrite: bool) -> None:
-    """Raise ConfigError for a file, for a link to nothing, and for other files, unless `overwrite` allows them."""
+def _check_usable(location: Location, merged: Location, names: Collection[str], *, overwrite: bool) -> None:
+    """Raise ConfigError for a file, for a link to nothing, and for files of no job. `overwrite` allows them, except
+    those that have `names` of the job's files, which it would replace."""
     for place in (location, merged):
         if place.local_path is not None and place.local_path.is_symlink() and not place.exists:
             raise ConfigError(
@@ -397,16 +409,33 @@ def _check_usable(location: Location, merged: Location, *, overwrite: bool) -> N
             )
     if location.exists and not location.is_folder:
         raise ConfigError(f"option 'output' is {location.name!r}, a file: name a folder")
-    if overwrite or location.join(MANIFEST).exists:
+    if location.join(MANIFEST).exists:
         return
-    if merged.exists and not merged.is_in(location):
+    if merged.exists and not merged.is_in(location) and not overwrite:
         raise ConfigError(f"option 'output' is {merged.name!r}, which exists: choose another name or pass --overwrite")
-    foreign = [entry.file_name for entry in location.entries() if not entry.file_name.startswith(".")]
+    present = [entry.file_name for entry in location.entries() if not entry.file_name.startswith(".")]
+    foreign = [name for name in present if name in names or not overwrite]
     if foreign:
+        remedy = "pass --overwrite to write into it all the same"
+        if overwrite:
+            remedy = f"move {foreign[0]!r} away, which the job would replace"
         raise ConfigError(
             f"option 'output' is {location.name!r}, which holds {foreign[0]!r} and no {MANIFEST} of a job: choose "
-            "another folder, or pass --overwrite to write into it all the same"
+            f"another folder, or {remedy}"
         )
+
+
+def _require_unread(location: Location, earlier: Iterable[Location], reads: Iterable[str]) -> None:
+    """Raise ConfigError if a file of an earlier job, which is to be deleted, is one that the job reads."""
+    places = {one.canonical_name if one.store.is_local else one.name: one for one in earlier}
+    file_names = {one.file_name for one in places.values()}  # of many files, few are to be looked at
+    for name in (one for one in reads if one.rpartition("/")[2] in file_names):
+        is_remote = "://" in name and not name.startswith("file:")
+        if (place := places.get(name if is_remote else Location.parse(name).canonical_name)) is not None:
+            raise ConfigError(
+                f"option 'output' is {location.name!r}, where --overwrite would delete {place.name!r}, which this job "
+                "reads: choose another folder"
+            )
 
 
 def _remove_leftovers(location: Location, merged: Location) -> None:

@@ -166,9 +166,13 @@ def test_a_broken_result_with_a_right_checksum_is_named(
 
 
 def test_a_document_that_cannot_be_read_needs_no_engine(loads: list[str], tmp_path: Path) -> None:
-    (tmp_path / "bad.docx").write_bytes(b"nothing")
-    first, _ = run("a.jsonl", "bad.docx", code=3)
-    again, _ = run("b.jsonl", "bad.docx", code=3)
+    bad = ("bad.docx", "same.docx")
+    for name in bad:
+        (tmp_path / name).write_bytes(b"nothing")
+    first, _ = run("a.jsonl", *bad, code=3)
+    again, _ = run("b.jsonl", *bad, code=3)
     assert len(loads) == 1
-    assert first["bad.docx"]["error_kind"] == again["bad.docx"]["error_kind"] == "unreadable_document"
-    assert len(again) == 5
+    for rows_of_run in (first, again):
+        assert [rows_of_run[name]["error_kind"] for name in bad] == ["unreadable_document"] * 2
+        assert [rows_of_run[name]["error"].partition(":")[0] for name in bad] == [*bad]
+    assert len(again) == 6

@@ -300,6 +300,31 @@ def test_overwriting_removes_what_a_job_left_and_nothing_else(tmp_path: Path) ->
     assert left == [".lock", ".other.jsonl.partial", "manifest.json", "precious.txt", "rows"]
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summaries.jsonl"])
+def test_overwriting_replaces_no_file_that_no_job_wrote(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a.txt").touch()
+    (tmp_path / name).write_text("precious", encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"holds '{name}' and no manifest\.json of a job: .* move '{name}' away"):
+        open_folder(tmp_path, overwrite=True, report_files=["config.yaml"])
+    assert (tmp_path / name).read_text(encoding="utf-8") == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a.txt", name])
+
+
+def test_overwriting_deletes_no_file_that_the_job_reads(tmp_path: Path) -> None:
+    with open_folder(tmp_path / "out") as folder:
+        folder.add(done("a"))
+        folder.finish({})
+    (tmp_path / "link").symlink_to("out")
+    before = sorted((tmp_path / "out").rglob("*"))
+    for name in ("summaries.parquet", f"rows/{parts_of(tmp_path / 'out')[0]}"):
+        for path in (tmp_path / "out" / name, tmp_path / "link" / name, f"file://{tmp_path}/out/{name}"):
+            with pytest.raises(ConfigError, match=rf"--overwrite would delete '\S+{name}', which this job reads"):
+                open_folder(tmp_path / "out", overwrite=True, reads=[str(path)])
+    assert sorted((tmp_path / "out").rglob("*")) == before
+    open_folder(tmp_path / "out", overwrite=True, reads=["s3://b/a.jsonl", str(tmp_path / "a.jsonl")]).close()
+    assert parts_of(tmp_path / "out") == []
+
+
 def test_leftovers_next_to_an_output_of_the_working_folder_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,6 +504,21 @@ def test_a_job_in_a_remote_store(bucket: Location) -> None:
     with open_folder(bucket) as folder:
         assert not folder.is_merged
         assert sorted(row.id for row in folder.parts.rows()) == ["a", "b", "both", "c", "d"]
+
+
+def test_of_two_jobs_with_other_options_in_a_store_one_goes_on(bucket: Location) -> None:
+    with (
+        pytest.raises(OutputError, match="a job with other options has begun in it meanwhile"),
+        open_folder(bucket) as first,
+        open_folder(bucket, identity={"prompt": "another"}) as second,
+    ):
+        second.add(done("a", "a text of the other prompt"))
+        second.finish({})
+        first.add(done("a"))
+        first.finish({})
+    with open_folder(bucket, identity={"prompt": "another"}) as folder:
+        assert folder.is_merged
+        assert [row.text for row in folder.parts.rows()] == ["a text of the other prompt"]
 
 
 _WRITER = """

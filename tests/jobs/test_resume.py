@@ -87,9 +87,15 @@ def test_rows_come_and_go_and_change(folder: Path) -> None:
     said = run("in.jsonl", "--changed", "redo")
     assert "1 are done again" in said
     assert "8 rows (7 of an earlier run)" in said
+    report = (folder / "out" / "report.md").read_text(encoding="utf-8")
+    assert report.count(f"| {given[4]['id']} |") == 1
+    assert "more rows" not in report
     after = texts()
     assert [row_id for row_id in with_extra if with_extra[row_id] != after[row_id]] == [given[4]["id"]]
     assert "other text" not in run("in.jsonl")
+    shown = run("out/summaries.parquet", "--text-column", "summary", "--overwrite", code=2)
+    assert "--overwrite would delete 'out/summaries.parquet', which this job reads" in shown
+    assert texts() == after
 
 
 @pytest.mark.parametrize("name", few_of(["config.yaml", "report.md", "report.html"], ["config.yaml"]))
@@ -189,6 +195,8 @@ def test_a_template_over_the_columns_of_a_csv_file_makes_the_prompts(folder: Pat
     assert "in.csv:1: option 'prompt_template': 'kid' is undefined; the row has 'id', 'kind', 'subject'" in said
     assert len(rows()) == 2, "nothing was begun"
     assert "is given without inputs" in run("--prompt-template", "t.jinja", code=2)
+    said = run("in.csv", "--prompt-template", "t.jinja", "--text-column", "subject", code=2)
+    assert "options 'text_column' and 'prompt_template' are both given: leave one out" in said
     assert "'prompt_template' only" in run("in.csv", "--prompt-template", "t.jinja", "--long", "refine", code=2)
 
 
