@@ -47,7 +47,7 @@ FORMS: list[dict[str, Any]] = [
 # Options that go together only, or whose values are like no other's.
 TOGETHER: dict[type[Options], list[dict[str, Any]]] = {
     EngineConfig: [{"lora_modules": {"a": "b"}, "adapter": "a"}],
-    LongDocumentOptions: [{"long": "refine", "overlap_tokens": 2, "level_tokens": (8, 4)}],
+    LongDocumentOptions: [{"long": "refine", "chunk_tokens": 100, "overlap_tokens": 2, "level_tokens": (8, 4)}],
     DecodingParams: [{"bad_words_ids": ((1, 2), (3,))}, {"sequence_bias": (((1, 2), -5.0),)}, *FORMS],
     SamplingParams: FORMS,
     LLMConfig: [{"engine_kwargs": {"parallel": {"stages": 2, "topology": {"ray.io/node-id": "STRICT_PACK"}}}}],
