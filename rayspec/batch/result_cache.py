@@ -21,7 +21,7 @@ from huggingface_hub import try_to_load_from_cache
 from rayspec import __version__, demo
 from rayspec.batch.rows import Row
 from rayspec.command.locations import FILE_ERRORS, Location
-from rayspec.model.sources import base_model
+from rayspec.model.sources import base_model, gguf_of_hub
 from rayspec.types import UnfinishedFormError
 
 _KEPT: Final = (
@@ -80,7 +80,7 @@ def files_of(engine: Mapping[str, Any]) -> str:
     """Return a hash that tells the content of the files of the model and its parts; empty while the model is not on
     this machine. engine: options of the engine."""
     base, revision = base_model(engine["model"]) or (None, None)  # of an adapter's folder
-    names = [*map(engine.get, ("model", "tokenizer", "generation_config")), *engine["lora_modules"].values(), base]
+    names = [engine["model"], engine.get("tokenizer"), *engine["lora_modules"].values(), base]
     files = {name: found for name in names if name and (found := _state(name, engine["revision"] or revision))}
     return _digest(json.dumps(files).encode()) if engine["model"] in files else ""
 
@@ -98,8 +98,12 @@ def _state(name: str, revision: str | None) -> Any:
     """Return what tells the content of a model: its files or its commit; None if it is not on this machine."""
     path = Path(demo.local_path(name))
     if not path.exists():
-        found = try_to_load_from_cache(name, "config.json", revision=revision) if name.count("/") == 1 else None
-        return Path(found).parent.name if isinstance(found, str) else None
+        repository, file = gguf_of_hub(name) or (name, "config.json")
+        try:
+            found = try_to_load_from_cache(repository, file, revision=revision)
+        except ValueError:  # a path of other machines
+            return None
+        return Path(found).parents[file.count("/")].name if isinstance(found, str) else None
     files = [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     return [(str(file.relative_to(path)), (at := file.stat()).st_size, at.st_mtime_ns) for file in files]
 

@@ -56,7 +56,7 @@ def find_gguf(model: str, revision: str | None = None) -> Path | None:
     if of_hub is None:
         return file
     repository, name = of_hub
-    check_source(repository, revision=revision)
+    check_source(model, revision=revision)
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except LocalEntryNotFoundError as error:

@@ -81,9 +81,9 @@ def check_source(name: str, *, option: str = "model", revision: str | None = Non
     if folder.is_file():
         return
     if not folder.is_dir():
-        repository, _ = gguf_of_hub(name) or (name, "")
-        files = (try_to_load_from_cache(repository, file, revision=revision) for file in _CACHED_FILES)
-        if not any(isinstance(file, str) for file in files):
+        repository, *file = gguf_of_hub(name) or (name,)
+        files = (try_to_load_from_cache(repository, each, revision=revision) for each in (*file, *_CACHED_FILES))
+        if not any(isinstance(each, str) for each in files):
             _ask_hub(repository, option, revision)
     elif option == "model" and not (folder / "config.json").exists() and gguf_at(folder) is None:
         if (folder / _ADAPTER_CONFIG).exists():

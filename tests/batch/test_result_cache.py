@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rayspec.batch import rows
 from rayspec.batch.job import LocalPool
-from rayspec.batch.result_cache import ResultCache, _digest
+from rayspec.batch.result_cache import ResultCache, _digest, files_of
 from rayspec.batch.rows import Row
 from rayspec.cli import app
 from rayspec.demo import model_path
@@ -176,3 +176,35 @@ def test_a_document_that_cannot_be_read_needs_no_engine(loads: list[str], tmp_pa
         assert [rows_of_run[name]["error_kind"] for name in bad] == ["unreadable_document"] * 2
         assert [rows_of_run[name]["error"].partition(":")[0] for name in bad] == [*bad]
     assert len(again) == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "file"),
+    [("o/n", "config.json"), ("gpt2", "config.json"), ("o/n:m.gguf", "m.gguf"), ("o/n:a/m.gguf", "a/m.gguf")],
+)
+def test_a_model_of_the_hub_is_told_by_its_commit(
+    model: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert files_of(ENGINE | {"model": model}) == ""
+    found = []
+    for commit in ("a" * 40, "b" * 40):
+        repository = model.partition(":")[0].replace("/", "--")
+        place = tmp_path / f"models--{repository}" / "snapshots" / commit / file
+        place.parent.mkdir(parents=True)
+        place.touch()
+        found.append(files_of(ENGINE | {"model": model, "revision": commit}))
+    assert found[0] != found[1]
+    assert "" not in found
+
+
+def test_a_path_of_other_machines_is_not_looked_for_on_the_hub() -> None:
+    assert files_of(ENGINE | {"model": "/models-of-other-machines"}) == ""
+
+
+def test_a_folder_with_the_name_of_an_options_value_is_no_part_of_the_model(tmp_path: Path) -> None:
+    engine = ENGINE | {"generation_config": "auto"}
+    before = files_of(engine)
+    (tmp_path / "auto").mkdir()
+    (tmp_path / "auto" / "manifest.json").touch()
+    assert files_of(engine) == before

@@ -14,7 +14,7 @@ import rayspec.model.gguf
 from rayspec import LLM, SamplingParams, demo
 from rayspec.config import EngineConfig
 from rayspec.decode.generation_config import eos_token_ids
-from rayspec.model.gguf import located
+from rayspec.model.gguf import find_gguf, located
 from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import load_config, load_model, load_tokenizer, weights_fingerprint
 from rayspec.ops.doctor.machine import check_weights
@@ -221,6 +221,15 @@ def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
     path.touch()
     with pytest.raises(ConfigError, match="llama-gguf-split --merge"):
         load_config(_config(path))
+
+
+def test_a_file_in_the_cache_of_the_hub_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    refs, file = (tmp_path / "models--org--name" / part for part in ("refs/main", "snapshots/c0ffee/a/m.gguf"))
+    for each in (refs, file):
+        each.parent.mkdir(parents=True)
+        each.write_text("c0ffee")
+    assert find_gguf("org/name:a/m.gguf") == file
 
 
 def test_without_the_package_its_name_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
