@@ -41,6 +41,11 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
         config = measured_engine(options.engine, model, batch=options.batch, longest=longest, **static)
         llm = stack.enter_context(load_llm(config))
         engine = llm.engine
+        if engine.stages.keeps_state:
+            raise ConfigError(
+                f"model {options.engine.model!r} does not split into sublayers, and plans say which drafts skip: "
+                "use strategy auto, whose drafts for it are copied"
+            )
         domains = calibration_prompts(llm, options)
         for domain, prompts in domains.items():
             longest = max(map(len, prompts), default=0)

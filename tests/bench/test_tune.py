@@ -14,6 +14,8 @@ from rayspec.choices import SKIP
 from rayspec.config import EngineConfig
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
 from rayspec.types import ConfigError
+from tests.demo_model import demo_tokenizer
+from tests.families import build
 
 MODEL = ("--model", "demo", "--dtype", "float32", "--num-threads", "1")
 FAST = ("--context", "150", "--num-prompts", "2", "--max-tokens", "4", "--num-tries", "2")
@@ -109,3 +111,12 @@ def test_domains_are_named_by_their_inputs(llm: rayspec.LLM, tmp_path: Path) -> 
     sizes = {domain: len(prompts) for domain, prompts in found.items()}
     assert sizes == {**dict.fromkeys(demo.DOMAINS, 3), "audits": 6}
     assert list(calibration_prompts(llm, options("audits=demo:summary"))) == ["audits"]
+
+
+def test_a_model_that_does_not_split_has_no_plans(run: Any, tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path / "model")
+    demo_tokenizer().save_pretrained(tmp_path / "model")
+    result = run("--model", "model", *FAST, "--input", "demo:summary", "-o", "plans.json")
+    assert result.exit_code == 2, result.output
+    assert "model 'model' does not split into sublayers" in result.stderr
+    assert not (tmp_path / "plans.json").exists()
