@@ -193,7 +193,7 @@ def profile(
 ) -> None:
     """Measure what a forward costs here, sublayer by sublayer; print and save it. Plans are chosen by these numbers.
 
-    Nothing else should run meanwhile.
+    Nothing else should run meanwhile. Of a pipeline, nothing is saved.
     """
     from rayspec.ops.commands import latency_table, stage_table  # noqa: PLC0415 - brings numpy
 

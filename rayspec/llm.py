@@ -479,8 +479,8 @@ def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     options = from_vllm(options, ENGINE, EngineConfig.model_fields)
     if options.get("parallel") != "auto":
         return EngineConfig(model=model, **options)
-    # Imported here, because only "auto" needs the planner.
-    from rayspec.ops.plan.auto import with_layout  # noqa: PLC0415
+    with naming_the_extra():  # imported here, because only "auto" needs the planner
+        from rayspec.ops.plan.auto import with_layout  # noqa: PLC0415
 
     config = EngineConfig(model=model, **{**options, "parallel": None})
     return with_layout(config)

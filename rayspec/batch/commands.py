@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -57,6 +58,7 @@ Output = Annotated[
     ),
 ]
 _STDOUT = "-"
+_NAME_OF_FILE = re.compile(r"\S+\.(txt|md|jinja|j2)", re.IGNORECASE)  # no message has such a form
 
 
 class DocumentOptions(JobOptions, LongDocumentOptions):
@@ -112,6 +114,8 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
                 f"option 'long' is {self.long!r}, which works without 'prompt_template' only: leave one out"
             )
         is_file = self.system is not None and os.path.isfile(self.system)
+        if self.system is not None and not is_file and _NAME_OF_FILE.fullmatch(self.system):
+            raise ConfigError(f"option 'system' is {self.system!r}, and there is no such file: correct the name")
         return {
             "prompt_template": self.file("prompt_template"),
             "system": self.file("system") if is_file else self.system,

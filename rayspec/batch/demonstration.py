@@ -57,7 +57,9 @@ def run_demo(
     with_ray: Annotated[
         bool, typer.Option("--ray/--no-ray", help="run the jobs on Ray, where an engine has a process of its own")
     ] = False,
-    price: Annotated[float, typer.Option(help="dollars per hour of this machine, for the cost in the report")] = _PRICE,
+    price: Annotated[
+        float, typer.Option(min=0, help="dollars per hour of this machine, for the cost in the report")
+    ] = _PRICE,
 ) -> None:
     """Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.
 

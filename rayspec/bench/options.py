@@ -49,15 +49,23 @@ def bench_options(asked: Asked, **values: Any) -> BenchOptions:
     """Return the options of a comparison. values: those of BenchOptions. Raises ConfigError."""
     if (given := asked.flags.get("strategy")) is not None:
         raise ConfigError(f"option 'strategy' is {given!r}: name it in 'strategies', with others to compare")
+    _refuse_other_batch(asked, values.get("batch"))
     is_static = asked.flags["skip"] or asked.flags["static_choice"]
     asked.flags["strategy"] = "static" if is_static else None  # each contender gets its own strategy later
     return BenchOptions(engine=asked.settings().engine, **values)
+
+
+def _refuse_other_batch(asked: Asked, batch: int | None) -> None:
+    """Refuse a flag that would have no effect."""
+    if (given := asked.flags.get("max_num_seqs")) not in (None, batch or 1):
+        raise ConfigError(f"option 'max_num_seqs' is {given}: name the sequences decoded at once in 'batch'")
 
 
 def tune_options(asked: Asked, output: Path) -> TuneOptions:
     """Return the options of tuning. Raises ConfigError."""
     if (given := asked.flags.get("strategy")) is not None:
         raise ConfigError(f"option 'strategy' is {given!r}: plans are tuned without a strategy, leave it out")
+    _refuse_other_batch(asked, asked.given.get("batch"))
     return asked.own_options(TuneOptions, engine=asked.settings().engine, output=output)
 
 

@@ -176,7 +176,7 @@ class ServeOptions(Options):
     request_timeout_s: float | None = Field(None, gt=0)
     engine_timeout_s: float = Field(60.0, gt=0)
     replica_timeout_s: float = Field(60.0, ge=1)
-    batches: str | None = None
+    batches: str | None = Field(None, min_length=1)
     max_batch_file_bytes: int = Field(200 * 2**20, ge=1024)
     max_batch_lines: int = Field(50_000, ge=1)
 

@@ -103,7 +103,7 @@ def make_strategy(
 def for_undivided(config: EngineConfig, reason: str) -> EngineConfig:
     """Return the options of an engine of a model that does not split into sublayers. Raises ConfigError for options
     that need sublayers. reason: why it does not split."""
-    for name in ("deterministic", "offload", "lora_modules"):
+    for name in ("deterministic", "offload", "lora_modules", "own_bits"):
         if getattr(config, name):
             raise ConfigError(f"option {name!r} needs a model that splits into sublayers: {reason}")
     speculation = config.speculation

@@ -368,9 +368,10 @@ def test_log_probabilities_of_a_prompt_are_refused_where_a_pass_does_not_give_th
     assert tokens_of(complete(engine, prompts, plain)) == expected
 
 
-def test_deterministic_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"deterministic.*gpt2"):
-        load_engine(_config("gpt2", deterministic=True), with_tokenizer=False)
+@pytest.mark.parametrize("option", ["deterministic", "own_bits"])
+def test_what_needs_sublayers_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{option}.*gpt2"):
+        load_engine(_config("gpt2", **{option: True}), with_tokenizer=False)
 
 
 def test_a_vocabulary_of_one_token_is_no_reason_to_refuse_a_model(tmp_path: Path) -> None:
