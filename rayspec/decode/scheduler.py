@@ -379,6 +379,8 @@ class Scheduler:
 
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step, most: int, most_of_background: int) -> None:
         unread = [one for one in members if not one.prefilled and one.num_computed < one.num_tokens]
+        for sequence in unread:  # the windows of its last chunk, before any other grows
+            self.kv.grow_window(sequence, sequence.num_computed)
         kept = min(most_of_background, most // 4) if any(one.background for one in unread) else 0
         shares = _shares((one for one in unread if not one.background), most - kept)
         for sequence in sorted(unread, key=lambda one: one.background):

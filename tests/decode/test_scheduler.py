@@ -377,6 +377,19 @@ def test_background_requests_give_pages_and_steps_to_others() -> None:
     assert sum(len(one.token_ids) for one in step.chunks) == 8, "its text grows fast, also if nobody streams it"
 
 
+def test_a_background_prompt_gives_the_windows_of_its_last_chunk_back_before_others_grow() -> None:
+    """The store has room for the chunks of one step."""
+    needed = WindowedPages.num_slots_needed(12, 5, max_num_seqs=2, max_rows=2, max_prefill_tokens=512, num_cohorts=1)
+    windowed = WindowedPages(needed, 12, 5)
+    scheduler = Scheduler(4000, windowed=windowed, max_num_seqs=2, max_prefill_tokens=512, lookahead=2)
+    world = _World(scheduler, 2, 0, window=12)
+    world.add(_sequence(0, 1000, 5, background=True))
+    world.step()
+    world.add(_sequence(1, 1000, 5))
+    world.run()
+    assert sorted(world.finished) == ["0", "1"]
+
+
 def test_where_pages_run_out_a_background_request_gives_its_own() -> None:
     world = _world(5 * PAGE_SIZE, 2)
     world.add(_sequence(1, 2 * PAGE_SIZE - 1, 40, background=True))
