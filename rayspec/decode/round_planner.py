@@ -461,8 +461,8 @@ class RoundPlanner:
 
     def learn(self, planned: PlannedRound, result: RoundResult, num_tokens: int) -> None:
         """Log the taps of a finished round, give the strategy its result, and let the strategy search. The strategy
-        learns nothing from a round with chunks, because the round's own time is then unknown, or with sequences that
-        want no drafts, because the strategy has not chosen for them."""
+        learns nothing from a round with chunks, because the round's own time is then unknown, with sequences that
+        want no drafts, because the strategy has not chosen for them, or without tokens, whose speed would be 0."""
         step_s = (self.clock() - planned.started - result.queued_s - result.owed_s) / result.num_steps
         taps = zip(planned.sequences, planned.work.taps, strict=False)
         self._taps.extend(None if sequence.finished else token for sequence, token in taps)
@@ -481,8 +481,7 @@ class RoundPlanner:
         for sequence, probed in itertools.zip_longest(planned.sequences, result.probed):
             if sequence.lookahead is not None and planned.work.plan.lookahead:
                 sequence.lookahead.observe(probed or ())
-        committed_any = num_tokens or not all(committed.finite for committed in result.committed)
-        if committed_any and planned.state.is_observed:
+        if num_tokens and planned.state.is_observed:
             num_a_step = -(-num_tokens // result.num_steps)
             self.strategy.observe(planned.state, planned.chosen, result, num_a_step, step_s)
             if (plain_rate := planned.chosen.plain_rate) is not None:

@@ -1,5 +1,6 @@
 """One bad request is one bad request: it gets a typed error that says what to do, and the others complete."""
 
+import itertools
 from typing import Any
 from unittest.mock import Mock
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 from rayspec.choices import SKIP
-from rayspec.config import SamplingParams
+from rayspec.config import SamplingParams, SpeculationOptions
 from rayspec.decode.engine import Engine
 from rayspec.model.architecture import decompose
+from rayspec.strategies.knapspec import Auto
 from rayspec.types import (
     EmptyPromptError,
     InvalidTokenError,
@@ -22,6 +24,7 @@ from rayspec.types import (
 )
 from tests.engines import GREEDY, RandomPlans, complete, engine_with, finish, requests_for, require_idle, tokens_of
 from tests.families import VOCAB_SIZE, build, cases, checkpoint, parts_of
+from tests.strategy_cases import latency
 
 LENGTHS = (20, 5, 60, 33)
 PARTS = parts_of(checkpoint("qwen2"))
@@ -133,3 +136,21 @@ def test_tokens_before_a_step_that_goes_wrong_are_kept_and_none_after_it() -> No
         (output,) = complete(engine, [prompt])
         assert isinstance(output.error, NonFiniteLogitsError)
         assert output.outputs[0].token_ids == tuple(expected[: last + 1])
+
+
+def test_an_engine_whose_first_round_goes_wrong_goes_on() -> None:
+    """The round has no tokens, and so says nothing of the speed of plain decoding."""
+    model, prompts, expected = build("qwen2"), KNOWN.prompts, KNOWN.expected
+    texts = [{*prompt, *tokens} for prompt, tokens in zip(prompts, expected, strict=True)]
+    sick, well = next(
+        (one, other)
+        for one, other in itertools.permutations(range(len(texts)), 2)
+        if expected[one][0] not in {*prompts[one]} | texts[other]
+    )
+    parts, speculation = decompose(model), SpeculationOptions(strategy="knapspec")
+    with torch.no_grad():  # later than the checks at load
+        model.get_input_embeddings().weight[expected[sick][0]] = torch.nan
+    strategy = Auto(speculation, latency(len(parts.sublayers)), looks_up=False)
+    engine = engine_with(parts, strategy, speculation=speculation)
+    assert isinstance(complete(engine, [prompts[sick]])[0].error, NonFiniteLogitsError)
+    assert tokens_of(complete(engine, [prompts[well]])) == [expected[well]]
