@@ -28,7 +28,7 @@ def shrink(matches: float, total: float, prior: float) -> float:
 
 def estimated_acceptance(similarity: float, num_agreed: int, num_tokens: int) -> float:
     """Estimate a draft's acceptance by the captured tokens on which it agreed, with its similarity as the prior."""
-    return shrink(num_agreed, num_tokens, min(max(similarity, 0.0), 1.0))
+    return shrink(num_agreed, num_tokens, min(max(0.0, similarity), 1.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,7 +145,8 @@ class Calibration:
 
     def observe(self, confidence: ArrayLike, accepted: ArrayLike) -> None:
         """Record tested tokens: those of a draft up to and including its first rejected token."""
-        values, hits = np.asarray(confidence, float), np.asarray(accepted, bool)
+        # Numbers of a draft may overflow in 16 bits. A mean that has taken in a NaN would stay NaN.
+        values, hits = np.nan_to_num(np.asarray(confidence, float)), np.asarray(accepted, bool)
         if len(values):
             self._offset.observe(float(values.mean()), num_accepted=int(hits.sum()), num_tested=len(values))
         bins = np.searchsorted(self._edges[1:-1], values, side="right")

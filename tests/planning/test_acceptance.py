@@ -1,10 +1,12 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rayspec.choices import FULL, SKIP, choices_of
-from rayspec.planning.acceptance import DraftRates, DraftWhileWorth
+from rayspec.planning.acceptance import DraftRates, DraftWhileWorth, estimated_acceptance
 from rayspec.planning.latency import Curve, LatencyModel
 from rayspec.planning.learning import (
     USUAL_CONFIDENCE,
@@ -182,3 +184,11 @@ def test_calibration_learns_a_crooked_draft() -> None:
     learned = curve.acceptance(grid[4:])
     assert np.abs(learned - grid[4:] ** 2).max() < 0.1
     assert ((curve.acceptance(grid) >= 0) & (curve.acceptance(grid) <= 1)).all()
+
+
+def test_a_draft_whose_numbers_overflow_is_bad_and_no_other() -> None:
+    """In 16 bits: of a draft whose states are NaN, and of a single token without a confidence."""
+    assert estimated_acceptance(math.nan, 0, 8) == estimated_acceptance(0.0, 0, 8)
+    calibration = Calibration()
+    calibration.observe([math.nan, 0.9], [False, True])
+    assert calibration.curve(0.9).acceptance([0.3, 0.9, 1.0]).min() > 0
