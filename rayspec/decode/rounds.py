@@ -257,16 +257,24 @@ def _prompt_logprobs(head: Head, chunks: Sequence[Chunk], hidden: Tensor) -> lis
 def choose(head: Head, chunks: Sequence[Chunk], logits: Tensor) -> list[Committed | None]:
     """Choose and commit the token after each chunk that samples. logits: one row for each of these chunks. On a GPU,
     the host indexes the chunks while the device still computes."""
+    return _by_chunk(chunks, commit(logits, *_chosen(head, chunks, logits)))
+
+
+def _chosen(head: Head, chunks: Sequence[Chunk], logits: Tensor, *, first: int = 0) -> tuple[list[Rows], list[Verdict]]:
+    """Do as `choose`, without the commit. Return the rows, counted from `first` on, and the token after each."""
     for chunk in chunks:
         sampler = head.samplers[chunk.sequence_id]
         if sampler.lookup is not None:
             sampler.lookup.extend_to(sampler.token_ids, chunk.rows.end)
-    sampling = [chunk for chunk in chunks if chunk.sample]
-    if not sampling:
-        return [None] * len(chunks)
-    rows = [Rows(head.samplers[chunk.sequence_id], at, ()) for at, chunk in enumerate(sampling)]
-    committed = iter(commit(logits, rows, verify_coupled(logits, rows)))
-    return [next(committed) if chunk.sample else None for chunk in chunks]
+    sampling = [head.samplers[chunk.sequence_id] for chunk in chunks if chunk.sample]
+    rows = [Rows(sampler, at, ()) for at, sampler in enumerate(sampling)]
+    verdicts = verify_coupled(logits, rows) if rows else []
+    return [structs.replace(row, start=first + row.start) for row in rows], verdicts
+
+
+def _by_chunk(chunks: Sequence[Chunk], committed: Sequence[Committed]) -> list[Committed | None]:
+    left = iter(committed)
+    return [next(left) if chunk.sample else None for chunk in chunks]
 
 
 def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
@@ -306,7 +314,6 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         return (yield from _round(structs.replace(work, entries=entries, num_taps=0), head))
     head.note_taps(verify.taps, logits)
     verdicts = list(map(before_late, rows, verdicts))
-    committed = commit(logits, rows, verdicts)
     probed: list[list[int]] = [[] for _ in probes]
     if any(probes):
         found = argmax(logits).tolist()
@@ -314,8 +321,12 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
     ended = head.stopwatch.mark()
     verify_s = seconds(drafted_at, ended)
     prefill_s = verify_s * num_chunk_rows / len(verify.token_ids)
+    likeliest = _likeliest(logits, rows, work.num_likeliest)
+    # Last, and all at once: if memory runs out, no sampler has changed, and the round may run again.
+    chunk_rows, chosen = _chosen(head, work.chunks, chunk_logits, first=num_verified)
+    committed = commit(both, [*rows, *chunk_rows], [*verdicts, *chosen])
     return RoundResult(
-        committed=committed,
+        committed=committed[: len(rows)],
         drafts=drafted.drafts,
         num_accepted=[verdict.num_accepted for verdict in verdicts],
         num_draft_steps=drafted.num_steps,
@@ -325,8 +336,8 @@ def _round(work: Round, head: Head) -> Generator[Pass, Tensor, RoundResult]:
         queued_s=queued_s(started, ended),
         paths=[verdict.path for verdict in verdicts],
         probed=probed,
-        prefilled=choose(head, work.chunks, chunk_logits),
-        likeliest=_likeliest(logits, rows, work.num_likeliest),
+        prefilled=_by_chunk(work.chunks, committed[len(rows) :]),
+        likeliest=likeliest,
         prompt_logprobs=of_prompts,
     )
 

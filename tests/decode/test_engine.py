@@ -5,8 +5,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from rayspec.config import SamplingParams
+from rayspec.decode import rounds
 from rayspec.decode.engine import Engine
 from rayspec.decode.stages import LocalStages, StageLostError, StagesReplacedError, done
 from rayspec.decode.strategy import BatchState, RoundPlan
@@ -240,6 +242,24 @@ def test_out_of_memory_costs_its_victims_and_nobody_else(phase: str, call: int) 
     for output, expected in zip(outputs, KNOWN.expected, strict=True):
         tokens = tuple(output.outputs[0].token_ids)
         assert tokens == (expected if output.error is None else expected[: len(tokens)])
+
+
+def test_memory_that_runs_out_at_the_end_of_a_round_changes_no_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sampler has committed tokens by then: the noise of later ones depends on their number."""
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=16)
+    expected = tokens_of(complete(engine_with(PARTS), KNOWN.prompts, params))
+    likeliest, calls = rounds._likeliest, itertools.count(1)
+
+    def lacking(*given: Any) -> Any:
+        if next(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return likeliest(*given)
+
+    monkeypatch.setattr(rounds, "_likeliest", lacking)
+    outputs = complete(_engine(max_num_seqs=3), KNOWN.prompts, params)
+    assert 1 <= sum(output.error is not None for output in outputs) < len(outputs)
+    for output, tokens in zip(outputs, expected, strict=True):
+        assert output.error is not None or tokens_of([output]) == [tokens]
 
 
 def test_any_other_failure_is_not_swallowed() -> None:
