@@ -265,3 +265,15 @@ def test_a_model_that_does_not_split_says_to_merge_the_adapter(folder: Path) -> 
         adapter = LoRARequest("a", 1, adapters("llama", folder)["a"])
         with pytest.raises(ConfigError, match=r"'a' needs a model that splits into sublayers: merge it"):
             llm.generate([{"prompt_token_ids": [5]}], PARAMS, lora_request=adapter, use_tqdm=False)
+
+
+def test_with_deterministic_an_adapter_gives_the_same_bits_with_and_without_drafts(folder: Path) -> None:
+    found, params, runs = adapters("llama", folder), PARAMS.replace(logprobs=2), []
+    for speculation, batch in (({"strategy": "ar"}, 1), (SKIPS, 5)):
+        options: dict[str, Any] = {"deterministic": True, "max_num_seqs": batch, "speculation": speculation}
+        with loaded(checkpoint("llama"), lora_modules={name: found[name] for name in "ab"}, **options) as llm:
+            given = [{"prompt_token_ids": prompt} for prompt in prompts()]
+            outputs = llm.generate(given, params, lora_request=requests(found), use_tqdm=False)
+            runs.append([(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs])
+            assert (llm.stats.num_accepted_tokens > 0) == (batch > 1)
+    assert runs[0] == runs[1]

@@ -231,7 +231,8 @@ def pack(
     scores_pages: bool = False,
 ) -> PackedRows:
     """Pack rows that extend sequences, as `PackedRows` says. paths: by default `RowSpan.paths` of each span. pad_to: up
-    to so many rows, padding rows are added. They attend to nothing and write to the cache's spare slots."""
+    to so many rows, padding rows are added. They attend to nothing and write to the cache's spare slots. With pad_to,
+    the bits of a row do not depend on the others: so the products of adapters have one row each."""
     paths = [span.paths() for span in spans] if paths is None else paths
     positions = [
         position
@@ -248,7 +249,7 @@ def pack(
         return PackedRows(cache, places, written, own, paths, division, scores_pages=scores_pages)
 
     rows = in_store(spans, cache.num_slots)
-    rows.adapters = _with_adapters(spans)
+    rows.adapters = _with_adapters(spans, alone=pad_to > 0)
     if cache.windowed_layers:
         rows.windowed = in_store([span.in_windowed_store() for span in spans], cache.num_windowed_slots)
     return rows
@@ -263,13 +264,14 @@ def pack_branches(cache: KVCache, tokens: Sequence[RowSpan], num_branches: int, 
     return rows
 
 
-def _with_adapters(spans: Sequence[RowSpan]) -> list[tuple[int, slice]]:
-    """Return the rows that run with an adapter, by its number."""
+def _with_adapters(spans: Sequence[RowSpan], *, alone: bool = False) -> list[tuple[int, slice]]:
+    """Return the rows that run with an adapter, by its number. alone: one by one."""
     found, end = [], 0
     for number, some in groupby(spans, key=lambda span: span.adapter):
         first, end = end, end + sum(span.num_rows for span in some)
         if number:
-            found.append((number, slice(first, end)))
+            size = 1 if alone else end - first
+            found += [(number, slice(at, at + size)) for at in range(first, end, size)]
     return found
 
 

@@ -111,7 +111,7 @@ class FusedLayer:
         for number, some in rows.adapters:
             product = self.adapters.get(number, (None, None))[matrix]
             if product is not None:
-                output[:, some] += product(entering[:, some])
+                output[0, some] += product(entering[0, some])
         return output
 
 
