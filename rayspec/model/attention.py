@@ -232,7 +232,7 @@ def pack(
 ) -> PackedRows:
     """Pack rows that extend sequences, as `PackedRows` says. paths: by default `RowSpan.paths` of each span. pad_to: up
     to so many rows, padding rows are added. They attend to nothing and write to the cache's spare slots. With pad_to,
-    the bits of a row do not depend on the others: so the products of adapters have one row each."""
+    the bits of a row must not depend on the others, so the products of adapters have a single row."""
     paths = [span.paths() for span in spans] if paths is None else paths
     positions = [
         position
