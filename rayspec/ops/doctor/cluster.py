@@ -148,7 +148,7 @@ def check_counted_gpus(node: Node, usable: int) -> Finding:
 
 def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Finding:
     """Check that every two nodes can exchange tensors, at ports that the system chooses, as shards do: by gloo over TCP
-    between all nodes; by NCCL between one GPU of each node that has any."""
+    between all nodes; by NCCL between one GPU of each node that has a free one."""
     by_nccl = backend == "nccl"
     name = "NCCL between nodes" if by_nccl else "nodes reach one another"
     having = [node for node in nodes if node.num_gpus > 0 or not by_nccl]
@@ -156,10 +156,17 @@ def check_reach(nodes: Sequence[Node], backend: Literal["gloo", "nccl"]) -> Find
         return skipped(name, "fewer than two nodes with GPUs" if by_nccl else "one node")
     peers: list[Any] = [ray.remote(Peer).options(**node.only, num_gpus=int(by_nccl)).remote() for node in having]
     try:
-        place = _answers([peers[0].open.remote()])[0]
-        if isinstance(place, Exception):
-            return problem(name, f"{having[0].name}: {first_line(place)}", "is rayspec installed there?")
-        answers = _answers([peer.join.remote(rank, len(peers), place, backend) for rank, peer in enumerate(peers)])
+        places = _answers([peer.open.remote() for peer in peers])
+        for node, place in zip(having, places, strict=True):
+            if isinstance(place, Exception) and not (by_nccl and isinstance(place, TimeoutError)):
+                return problem(name, f"{node.name}: {first_line(place)}", "is rayspec installed there?")
+        # A peer that has got no GPU does not answer: others use them.
+        ready = [at for at, place in enumerate(places) if not isinstance(place, Exception)]
+        if len(ready) < 2:
+            return skipped(name, f"of {len(having)} nodes with GPUs, {len(ready)} had a free one")
+        having, place = [having[at] for at in ready], places[ready[0]]
+        joining = enumerate(peers[at] for at in ready)
+        answers = _answers([peer.join.remote(rank, len(ready), place, backend) for rank, peer in joining])
     finally:
         for peer in peers:
             ray.kill(peer)

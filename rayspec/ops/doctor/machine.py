@@ -31,9 +31,11 @@ from rayspec.types import CheckpointError, RayspecError
 _GIB = 2**30
 _PACKAGE = "rayspec"
 _SHARED = "/dev/shm"  # noqa: S108 - looked at only
+_PCI, _NVIDIA = "/sys/bus/pci/devices", "0x10de"
 _SHOWN_PACKAGES = ("rayspec", "torch", "transformers", "ray")
-# Ray takes 30 % of the memory for its object store, and falls back to the disk where /dev/shm is smaller.
-_STORE_SHARE = 0.3
+# Ray takes 30 % of the memory for its object store, but no more than a /dev/shm of 10 GB or more holds. It falls back
+# to the disk where /dev/shm is smaller.
+_STORE_SHARE, _LARGE_STORE = 0.3, 10**10
 # At 95 % Ray puts no more objects on a disk.
 _FULL, _NEARLY_FULL = 0.95, 0.9
 # The path of a socket may have 107 characters, of which Ray's own part takes about 70.
@@ -104,10 +106,15 @@ def check_memory(bytes_free: int | None = None) -> Finding:
     return warning("memory", found, "end what else runs here, or give the container more: Ray alone takes about 1 GiB")
 
 
+def object_store_bytes(memory: int) -> int:
+    """Return what Ray takes for its object store by default, on a machine with so much memory and a small /dev/shm."""
+    return min(int(_STORE_SHARE * memory), _LARGE_STORE)
+
+
 def check_shared_memory(num_bytes: int | None = None, memory: int | None = None) -> Finding:
     there = shutil.disk_usage(_SHARED).total if Path(_SHARED).exists() else 0
     size = there if num_bytes is None else num_bytes
-    store = int(_STORE_SHARE * (bytes_in_total() if memory is None else memory))
+    store = object_store_bytes(bytes_in_total() if memory is None else memory)
     found = f"{_SHARED} has {size / _GIB:.1f} GiB"
     if size >= store:
         return ok("shared memory", found)
@@ -166,7 +173,9 @@ def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
         )
     except (OSError, subprocess.SubprocessError) as error:
         remedy = "reinstall the NVIDIA driver; in a container, its toolkit and --gpus all"
-        return problem("GPUs", f"nvidia-smi: {_reason(error)}", remedy), 0
+        broken = problem("GPUs", f"nvidia-smi: {_reason(error)}", remedy)
+        # Images of clouds have the driver on every machine.
+        return broken if _may_have_gpu() else skipped("GPUs", "no GPU"), 0
     rows = [line.partition(", ") for line in done.stdout.splitlines() if line.strip()]
     if not rows:
         return skipped("GPUs", "no GPU"), 0
@@ -191,6 +200,13 @@ def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
     else:
         finding = ok("GPUs", found)
     return finding, num_usable
+
+
+def _may_have_gpu() -> bool:
+    """Return whether the PCI bus has a device of NVIDIA. Return True where it cannot be seen."""
+    devices = Path(_PCI)
+    vendors = (file.read_text(encoding="ascii").strip() for file in devices.glob("*/vendor"))
+    return not devices.is_dir() or Path("/dev/dxg").exists() or _NVIDIA in vendors  # dxg: of Windows
 
 
 def _reason(error: Exception) -> str:

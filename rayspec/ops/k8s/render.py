@@ -22,6 +22,7 @@ import rayspec
 from rayspec import demo
 from rayspec.config import SpeculationOptions
 from rayspec.model.weights import read_config
+from rayspec.ops.doctor.machine import object_store_bytes
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.plan.forecast import place_best
 from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus
@@ -48,8 +49,8 @@ _ANYWHERE: Manifest = {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodShape:
     """A group of equal worker pods. gpu: None on CPUs. num_pods: pods per copy of the model. num_shards: processes per
-    pod that hold a part of the model, each on its own GPU. shared_bytes: size of /dev/shm, which memory_bytes
-    includes."""
+    pod that hold a part of the model, each on its own GPU. shared_bytes: size of /dev/shm, of which
+    memory_bytes includes what is used."""
 
     group: str
     gpu: Gpu | None
@@ -170,15 +171,16 @@ def _gpu_pods(
         num_stages = math.ceil(len(stages) / num_pods)
         heaviest = sorted((stage.weight_bytes * tensor for stage in stages), reverse=True)[:num_stages]
         num_shards = num_stages * tensor
-        shared_bytes = _OBJECT_STORE_BYTES + num_shards * _NCCL_BYTES
+        used_bytes = _OBJECT_STORE_BYTES + num_shards * _NCCL_BYTES
+        memory_bytes = copies * sum(heaviest) + num_shards * _SHARD_BYTES + used_bytes + _POD_BYTES
         shape = PodShape(
-            group=gpu.label.lower(),
+            group=re.sub(r"[^a-z0-9]+", "-", gpu.label.lower()).strip("-"),  # a part of the names of pods
             gpu=gpu,
             num_pods=num_pods,
             num_shards=num_shards,
             cpus=num_shards + _CPUS_BESIDE_SHARDS,
-            memory_bytes=copies * sum(heaviest) + num_shards * _SHARD_BYTES + shared_bytes + _POD_BYTES,
-            shared_bytes=shared_bytes,
+            memory_bytes=memory_bytes,
+            shared_bytes=max(used_bytes, _store_bytes(memory_bytes)),
         )
         shapes.append(shape)
     return tuple(shapes)
@@ -190,15 +192,21 @@ def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
     ranks = placement.options.num_ranks
     num_shards = len(placement.stages) * ranks
     model_bytes = ranks * sum(stage.weight_bytes * ranks + stage.kv_bytes for stage in placement.stages)
+    memory_bytes = model_bytes + (num_shards + 2) * GIB + _OBJECT_STORE_BYTES
     return PodShape(
         group="cpu",
         gpu=None,
         num_pods=1,
         num_shards=num_shards,
         cpus=num_shards * options.cpus + _CPUS_BESIDE_SHARDS,
-        memory_bytes=model_bytes + (num_shards + 2) * GIB + _OBJECT_STORE_BYTES,
-        shared_bytes=_OBJECT_STORE_BYTES,
+        memory_bytes=memory_bytes,
+        shared_bytes=_store_bytes(memory_bytes),
     )
+
+
+def _store_bytes(memory_bytes: int) -> int:
+    """Return the size of Ray's object store in a pod with so much memory, which is rounded up."""
+    return object_store_bytes(math.ceil(memory_bytes / GIB) * GIB)
 
 
 def render(options: RenderOptions) -> str:

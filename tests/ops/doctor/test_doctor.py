@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,12 +22,13 @@ from rayspec.config import EngineConfig
 from rayspec.model import weights
 from rayspec.model.sources import check_name
 from rayspec.ops.commands import examine
-from rayspec.ops.doctor import machine
+from rayspec.ops.doctor import cluster, machine
 from rayspec.ops.doctor.cluster import (
     Node,
     NodeFacts,
     check_agreement,
     check_counted_gpus,
+    check_reach,
     cluster_findings,
     describe_node,
 )
@@ -62,6 +64,8 @@ def test_this_machine_can_run_its_own_tests() -> None:
         (check_memory(GIB), "warning", "1.0 GiB"),
         (check_shared_memory(10 * GIB, 30 * GIB), "ok", "10.0 GiB"),
         (check_shared_memory(64 * 2**20, 30 * GIB), "warning", "wants 9.0"),
+        (check_shared_memory(16 * GIB, 128 * GIB), "ok", "16.0 GiB"),
+        (check_shared_memory(3 * GIB, 128 * GIB), "warning", "wants 9.3"),
         (check_ray_folder("/tmp", used=0.5), "ok", "50%"),
         (check_ray_folder("/tmp", used=0.92), "warning", "92%"),
         (check_ray_folder("/tmp", used=0.96), "problem", "96%"),
@@ -113,6 +117,7 @@ def test_the_dtype_is_the_one_that_auto_takes(gain: float, dtype: torch.dtype, m
 
 TOLD: dict[str, Any] = {"names": ["H100"] * 2, "torch": "2.13.0", "cuda": "12.8", "has_nccl": True}
 ONE, TWO = "echo 'NVIDIA H100 80GB HBM3, 570.86.15'", "echo 'H100, 570.1'; echo 'H100, 570.1'"
+MISMATCH = "echo 'driver/library version mismatch' >&2; exit 9"
 
 
 def with_driver(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -130,16 +135,20 @@ def test_without_a_driver_there_is_no_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "status", "says"),
+    ("script", "vendor", "status", "says"),
     [
-        ("exit 0", "skipped", "no GPU"),
-        ("echo 'driver/library version mismatch' >&2; exit 9", "problem", "driver/library version mismatch"),
-        (ONE, "problem", "1 x NVIDIA H100 80GB HBM3, driver 570.86.15"),
+        ("exit 0", "0x10de", "skipped", "no GPU"),
+        (MISMATCH, "0x10de", "problem", "driver/library version mismatch"),
+        (MISMATCH, "0x1d0f", "skipped", "no GPU"),  # the head of a cluster, with the image of the workers
+        (ONE, "0x10de", "problem", "1 x NVIDIA H100 80GB HBM3, driver 570.86.15"),
     ],
 )
 def test_torch_is_asked_for_what_the_driver_has(
-    script: str, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, vendor: str, status: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "0000:00:04.0").mkdir()
+    (tmp_path / "0000:00:04.0" / "vendor").write_text(f"{vendor}\n")
+    monkeypatch.setattr(machine, "_PCI", str(tmp_path))
     with_driver(tmp_path, monkeypatch, script)
     finding, num_usable = check_gpus()
     assert (finding.status, num_usable) == (status, 0)
@@ -345,6 +354,16 @@ def test_the_command_fails_where_there_is_a_problem(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--quick", "--model", str(tmp_path), "--json", str(found)])
     assert result.exit_code == 1
     assert "no config.json" in found.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("num_free", "status"), [(0, "skipped"), (1, "skipped"), (2, "ok")])
+def test_gpus_in_use_are_no_problem_of_the_network(num_free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers without a GPU do not answer; those that have one join each other."""
+    answers = iter([[TimeoutError("late")] * (3 - num_free) + ["place"] * num_free, [None] * num_free])
+    monkeypatch.setattr(cluster, "ray", MagicMock())
+    monkeypatch.setattr(cluster, "_answers", lambda _: next(answers))
+    found = check_reach([Node(node_id=28 * name, name=name, num_gpus=8) for name in ("0a", "0b", "0c")], "nccl")
+    assert (found.status, str(num_free) in found.found) == (status, True)
 
 
 THREE_NODES = """

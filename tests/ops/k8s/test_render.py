@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rayspec.ops.doctor.machine import check_shared_memory
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.render import GIB, ClusterPlan, manifests, plan_cluster, render
 from rayspec.types import ConfigError
@@ -18,6 +19,7 @@ LLAMA_405B = {"model": "meta-llama/Llama-3.1-405B-Instruct", "sizes_from": str(M
 BUCKET = {"inputs": ("s3://bucket/documents",), "output": "s3://bucket/out"}
 DEMO = {"model": "demo", "cpus": 2, "context": 1024}
 EIGHT_RANKS = {"gpus": "8xH100-80G", "stages": 1, "tensor": 8}  # named: the planner is tested elsewhere
+ODD_GPUS = ("1xRTX_A6000-48G@768", "1xH100-PCIe")
 Manifest = dict[str, Any]
 
 
@@ -75,11 +77,25 @@ def test_gpus_of_amd_have_the_resource_that_is_named() -> None:
     assert limits(group).keys() == {"cpu", "memory", "amd.com/gpu"}
 
 
+def test_groups_have_names_that_pods_may_have() -> None:
+    names = [workers(resource(service(**DEMO | {"cpus": None, "gpus": gpus})))[0]["groupName"] for gpus in ODD_GPUS]
+    assert names == ["rtx-a6000-48g", "h100-pcie-80g"]
+
+
 @pytest.mark.parametrize(("stages", "gpus_per_node", "pods", "gpus_of_a_pod"), [(14, 8, 2, 7), (16, 6, 3, 6)])
 def test_stages_are_on_as_few_nodes_as_will_do(stages: int, gpus_per_node: int, pods: int, gpus_of_a_pod: int) -> None:
     plan = planned(**LLAMA_70B, gpus="16xH100-80G", stages=stages, gpus_per_node=gpus_per_node)
     [shape] = plan.pods
     assert (shape.num_pods, shape.num_gpus) == (pods, gpus_of_a_pod)
+
+
+@pytest.mark.parametrize("options", [DEMO, DEMO | {"cpus": None, "gpus": "1xL4"}, LLAMA_70B | EIGHT_RANKS])
+def test_rays_object_store_stays_in_memory(options: Manifest) -> None:
+    spec = cluster_spec(resource(service(**options)))
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        [shared] = [one["emptyDir"] for one in group["template"]["spec"]["volumes"] if one["name"] == "shm"]
+        sizes = [int(size.removesuffix("Gi")) * GIB for size in (shared["sizeLimit"], limits(group)["memory"])]
+        assert check_shared_memory(*sizes).status == "ok", sizes
 
 
 def test_ranks_of_a_stage_stay_in_a_pod() -> None:
@@ -88,7 +104,7 @@ def test_ranks_of_a_stage_stay_in_a_pod() -> None:
     assert (pods.num_pods, pods.num_gpus) == (3, 4)
     # Its ranks map the same files.
     stages = sorted(2 * stage.weight_bytes for stage in plan.placement.stages)
-    assert pods.memory_bytes == sum(stages[-2:]) + (4 * 4 + 6) * GIB + pods.shared_bytes
+    assert pods.memory_bytes == sum(stages[-2:]) + (4 * 4 + 6 + 2 + 4) * GIB
 
 
 def test_a_service_scales_pods_and_replicas_alike() -> None:
