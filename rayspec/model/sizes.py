@@ -100,6 +100,19 @@ def quantisation_of(config: EngineConfig, model: PretrainedConfig) -> Quantizati
     return "int4" if is_4_bit else "int8"
 
 
+def rank_counts(config: PretrainedConfig) -> dict[str, int]:
+    """Return the numbers of the config that the tensor-parallel ranks of a stage must divide, by what they count."""
+    text = config.get_text_config(decoder=True)
+    num_heads = getattr(text, "num_attention_heads", None) or 1
+    counts = {
+        "attention heads": num_heads,
+        "key-value heads": getattr(text, "num_key_value_heads", None) or num_heads,
+        "MLP columns": getattr(text, "intermediate_size", None),
+        "MLP columns of an expert": getattr(text, "moe_intermediate_size", None),
+    }
+    return {name: count for name, count in counts.items() if isinstance(count, int) and count}
+
+
 def model_sizes(
     config: PretrainedConfig,
     *,
@@ -113,18 +126,17 @@ def model_sizes(
 
     dtype: type of keys, values and all weights. quantization: a smaller type for the matrices of the layers, including
     a mixture's router; embedding, norms, biases and head stay in dtype.
-    tensor: ranks that share the layers' matrices and KV heads evenly. Each rank has at least one KV head, and all of
-    the other weights.
+    tensor: ranks that share the layers' matrices and KV heads evenly. Each rank has all of the other weights.
     draft_weights: types of the quantised copies for drafts; a model with `quantization` gets no copies.
     may_split: whether layers may be split into attention and MLP, if that is possible.
 
     Raises UnsupportedModelError if transformers has no causal LM for the config or the model has no list of layers, and
-    ConfigError for a `tensor` that does not divide the attention heads.
+    ConfigError for a `tensor` that does not divide one of `rank_counts`.
     """
     text = config.get_text_config(decoder=True)
-    num_heads = int(getattr(text, "num_attention_heads", 1))
-    if tensor < 1 or num_heads % tensor:
-        raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {num_heads} attention heads")
+    for name, count in rank_counts(config).items():
+        if tensor < 1 or count % tensor:
+            raise ConfigError(f"option 'tensor' is {tensor}: it must divide the model's {count} {name}")
     model, parts = _meta_model(config, dtype)
     calls: Sequence[Sequence[LayerShape]] | None = None
     kept: Sequence[tuple[int, int]] = ()  # by layer, bytes of every token and of the sequence
@@ -144,7 +156,7 @@ def model_sizes(
             flow = layer_flow(model)
         except UnsupportedModelError as error:
             why_whole = str(error)
-    kept = kept or [  # ranks share the heads of a call; each has at least one
+    kept = kept or [  # ranks share the heads of a call
         (bytes_per_slot([replace(call, num_heads=math.ceil(call.num_heads / tensor)) for call in own], dtype), 0)
         for own in calls or _named_calls(layers, text)
     ]

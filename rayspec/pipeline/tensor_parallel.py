@@ -31,6 +31,7 @@ from rayspec.model.architecture import largest_difference, rounding_tolerance
 from rayspec.model.kv_cache import LayerShape
 from rayspec.model.load_check import CheckRows, CheckSequence
 from rayspec.model.matrices import SummedLinear
+from rayspec.model.sizes import rank_counts
 from rayspec.model.sublayers import Decomposition, Sublayer, run
 from rayspec.pipeline.collective import store_at
 from rayspec.types import ConfigError, UnsupportedModelError
@@ -228,13 +229,8 @@ def _require_divisible(config: PretrainedConfig, parts: Decomposition, group: Ra
         raise UnsupportedModelError(
             f"{config.model_type}: quantized weights cannot be split between ranks: set option {_OPTION!r} to 1"
         )
-    counts = {
-        "key-value heads": {shape.num_heads for shape in parts.shapes.values()},
-        "attention heads": {config.num_attention_heads},
-        "MLP columns": {getattr(config, "intermediate_size", None) or 0},
-        "MLP columns of an expert": {getattr(config, "moe_intermediate_size", None) or 0},
-    }
-    for what, number in ((what, number) for what, numbers in counts.items() for number in numbers):
+    own = {("key-value heads", shape.num_heads) for shape in parts.shapes.values()}
+    for what, number in (*own, *rank_counts(config).items()):
         if number % group.size:
             raise ConfigError(
                 f"option {_OPTION!r} is {group.size}, which does not divide the {number} {what} of "

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from rayspec.config import DType, EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.architecture import max_positions, why_context_ends
-from rayspec.model.sizes import ModelSizes, model_sizes
+from rayspec.model.sizes import ModelSizes, model_sizes, rank_counts
 from rayspec.ops.plan.gpus import (
     RESERVED_BYTES,
     RESERVED_SHARE,
@@ -229,15 +229,15 @@ def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int
 
 
 def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: PlanOptions) -> list[int]:
-    """Return powers of two that divide the attention heads and keep each stage on one node and one kind of GPU."""
+    """Return powers of two that divide the heads and columns, and keep each stage on one node and one kind of GPU."""
     if options.quantization:  # ranks cannot split quantized weights
         return [1]
-    num_heads = int(getattr(config.get_text_config(decoder=True), "num_attention_heads", 1))
+    counts = rank_counts(config).values()
     most = min(len(gpus), options.max_ranks)
     return [
         degree
         for degree in (2**power for power in range(most.bit_length()))
-        if num_heads % degree == 0
+        if not any(count % degree for count in counts)
         and (options.max_ranks % degree == 0 or len(gpus) <= options.max_ranks)
         and are_ranks_alike(gpus, degree)
     ]
@@ -246,6 +246,14 @@ def _tensor_degrees(config: PretrainedConfig, gpus: Sequence[Gpu], options: Plan
 def two_digits(number: float) -> str:
     """Return a prediction with two significant digits, as "64,000" or "0.0031"."""
     return f"{float(f'{number:.2g}'):,.10g}"
+
+
+def uncounted(options: LoadOptions, *, splits: bool) -> list[str]:
+    """Return what the memory of a plan lacks of what an engine with default options has, as lines."""
+    if options.draft_weights or options.quantization or not splits:
+        return []
+    what = "4-bit copies of the weights, by which drafts run by default"
+    return [f"{what}, are not counted: --draft-weights int4 counts them"]
 
 
 def placements_table(placements: Sequence[Placement]) -> Group:
@@ -289,6 +297,7 @@ def placements_table(placements: Sequence[Placement]) -> Group:
             f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
             f"a decode step of all sequences takes {two_digits(1000 * placement.step_s)} ms by roofline, "
             "bytes read over memory bandwidth: a bound, not a measurement",
+            *uncounted(options, splits=placement.splits),
             verdict,
         )
         shown.append(own)

@@ -13,7 +13,7 @@ from rich.text import Text
 from rayspec.ops.plan.forecast import EFFICIENCY, Performance, Ranking
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
 from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions
-from rayspec.ops.plan.placement import Layout, two_digits
+from rayspec.ops.plan.placement import Layout, two_digits, uncounted
 
 _GIB = 2**30
 _NUM_SHOWN = 8
@@ -97,6 +97,7 @@ def plan_table(plan: Ranking) -> Group:
         "has a replica to itself"
     )
     others = [f"{len(plan.others)} other layouts do not fit"] if plan.others else []
+    others += uncounted(options, splits=best.sizes.splits)
     if options.quantization:
         others.append(f"each stage is one GPU: tensor-parallel ranks cannot split {options.quantization} weights")
     flags = flags_of(best, options)

@@ -117,6 +117,15 @@ def test_ranks_of_a_stage_are_alike_and_share_a_node() -> None:
     assert degrees("1x6xH100") == {1, 2, 4}
 
 
+def test_ranks_divide_all_that_they_share() -> None:
+    """As a shard requires it when it loads: Phi-4 has 40 heads, and 10 for keys and values."""
+    for config, most in ((llama(5120, 4, 40, 17920, 10), 2), (llama(8192, 4, 64, 28676), 4)):
+        best = planned(config, "8xH100", goal="latency", concurrency=1)
+        assert best.tensor == most, "a request alone is fastest on all ranks"
+        with pytest.raises(ConfigError, match="'tensor' is 8: it must divide the model's"):
+            placed(config, "8xH100", tensor=8)
+
+
 def test_a_layout_that_does_not_load_is_not_recommended() -> None:
     """A rank holds a whole layer beside its share: here a layer does not fit any GPU, though its shares do."""
     thick = llama(8192, 4, 8, 131072)

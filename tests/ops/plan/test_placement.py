@@ -112,7 +112,7 @@ def test_pinned_layers_win_even_where_they_do_not_fit() -> None:
     ("options", "message"),
     [
         ({"stages": 9}, "'stages' is 9, times 1 GPUs: there are 8"),
-        ({"tensor": 16}, "'tensor' is 16, of 8 GPUs"),
+        ({"gpus": "4xH100-80G", "tensor": 8}, "'tensor' is 8, of 4 GPUs"),
         ({"gpus": "2x4xH100", "tensor": 8}, "'tensor' is 8, of 4 GPUs of a node"),
         ({"tensor": 3}, "'tensor' is 3: it must divide"),
         ({"quantization": "fp8", "tensor": 2}, "'tensor' is 2, and ranks cannot split fp8 weights: set it to 1"),
@@ -137,6 +137,9 @@ def test_the_command_prints_and_saves_what_goes_where(run: Any, tmp_path: Path) 
         *("1: H100-80G", "16-31", "32-63", "25.5", "32.0", "11.3", "18", "yes")
     ]
     assert result.stdout.rstrip().endswith("it fits")
+    assert "are not counted: --draft-weights int4" in " ".join(result.stdout.split())
+    counted = run("--model", "70b", "--gpus", "8xH100-80G", "--tensor", 1, "--draft-weights", "int4")
+    assert "are not counted" not in " ".join(counted.stdout.split())
     saved = json.loads((tmp_path / "out" / "p.json").read_text(encoding="utf-8"))
     assert (saved["fits"], saved["missing_bytes"], saved["options"]["tensor"]) == (True, 0, 1)
     assert [stage["layers"] for stage in saved["stages"]] == [[0, 15], [16, 31], [32, 47], [48, 63], [64, 79]]
