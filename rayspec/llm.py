@@ -90,6 +90,8 @@ class LLM:
             adapter = config.adapter or name
             model = demo.local_path(base)
             config = config.replace(model=model, revision=revision, lora_modules=adapters, adapter=adapter)
+        if options.get("parallel") == "auto":
+            config = _laid_out(config)
         if config.tokenizer is not None:
             config = config.replace(tokenizer=demo.local_path(config.tokenizer, option="tokenizer"))
         self._resources = ExitStack()
@@ -476,13 +478,15 @@ def _shut_down(llm: weakref.ref[LLM]) -> None:
 
 
 def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Return the config of options, still without a layout for "auto"."""
     options = from_vllm(options, ENGINE, EngineConfig.model_fields)
-    if options.get("parallel") != "auto":
-        return EngineConfig(model=model, **options)
+    return EngineConfig(model=model, **options | ({"parallel": None} if options.get("parallel") == "auto" else {}))
+
+
+def _laid_out(config: EngineConfig) -> EngineConfig:
     with naming_the_extra():  # imported here, because only "auto" needs the planner
         from rayspec.ops.plan.auto import with_layout  # noqa: PLC0415
 
-    config = EngineConfig(model=model, **{**options, "parallel": None})
     return with_layout(config)
 
 

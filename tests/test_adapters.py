@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rayspec import LLM, LoRARequest, SamplingParams
+from rayspec.config import EngineConfig
 from rayspec.llm import AsyncEngine
 from rayspec.openai.answer import respond
 from rayspec.openai.requests import CompletionRequest, InvalidRequestError
+from rayspec.ops.plan import auto
 from rayspec.types import CheckpointError, ConfigError
 from tests.demo_model import demo_tokenizer
 from tests.families import checkpoint, greedy
@@ -124,6 +126,13 @@ def test_the_folder_of_an_adapter_is_its_base_model_with_it(folder: Path, tmp_pa
     with loaded(place, speculation={"strategy": "ar"}) as llm:
         assert llm.config.revision == "v2"
         assert texts(llm, None) == expected("llama", folder, ["a"] * len(USES))
+
+
+def test_auto_lays_out_the_base_model_of_an_adapters_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out: list[EngineConfig] = []
+    monkeypatch.setattr(auto, "with_layout", lambda config: laid_out.append(config) or config)
+    with loaded(adapters("llama", folder)["a"] or "", parallel="auto", speculation={"strategy": "ar"}):
+        assert [(one.model, [*one.lora_modules]) for one in laid_out] == [(checkpoint("llama"), ["llama-a"])]
 
 
 def test_requests_of_the_endpoint_name_an_adapter_as_their_model(folder: Path) -> None:

@@ -33,7 +33,11 @@ def with_layout(config: EngineConfig) -> EngineConfig:
     """Return the config with `parallel` set for the GPUs of the Ray cluster or, without a cluster, of this machine;
     unchanged without GPUs, and for a device that is not CUDA. Raises ConfigError."""
     nodes = found_gpus() if config.device in ("auto", "cuda") else ()
-    return laid_out(config, load_config(config), nodes) if nodes else config
+    if not nodes:
+        return config
+    found = laid_out(config, load_config(config), nodes)
+    is_elsewhere = found.parallel is None and not torch.cuda.is_available()  # on a node that this process is not on
+    return found.replace(parallel=ParallelOptions()) if is_elsewhere else found
 
 
 def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
@@ -45,7 +49,7 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
     fewer = [usual_seqs >> power for power in range(usual_seqs.bit_length())]
     options = PlanOptions(  # of the equivalent `rayspec plan`
         gpus=gpus_spec([gpu for node in nodes for gpu in node]),
-        gpus_per_node=min(map(len, nodes)),
+        gpus_per_node=1 if config.lora_modules or config.offload else min(map(len, nodes)),  # ranks take neither
         context=context,
         output_tokens=min(usual["output_tokens"].default, context - 1),
         quantization=quantisation_of(config, model),

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rayspec.errors import ConfigError
@@ -23,6 +23,7 @@ RESERVED_SHARE, RESERVED_BYTES = 0.05, 2 * _GIB
 DEFAULT_GPUS_PER_NODE = 8
 MAX_GPUS = 4096
 REACHED = 0.65  # share of peak arithmetic that large matrix products reach
+_LEAST_WHOLE = 0.9  # share of its memory that torch sees of a whole GPU; 0.98 with error correction
 # Operations per byte of memory bandwidth, for GPUs that are not listed. The listed GPUs have 150 to 420.
 _OPERATIONS_PER_BYTE = 200.0
 
@@ -121,7 +122,7 @@ def ask_torch(*, hidden_too: bool = False) -> dict[str, Any]:
 
 def gpu_called(product: str, num_bytes: int) -> Gpu:
     """Return the known GPU for the product name of a driver, as "NVIDIA H100 80GB HBM3". Of several, the nearest memory
-    size decides. Raises ConfigError."""
+    size decides. A part of one, as of MIG, has its own memory size. Raises ConfigError."""
     words = set(re.split(r"[\s-]+", product.casefold()))
     called = [gpu for gpu in KNOWN_GPUS if set(gpu.name.casefold().split("-")) <= words]
     if not called:
@@ -131,7 +132,9 @@ def gpu_called(product: str, num_bytes: int) -> Gpu:
         )
     most_words = max(len(gpu.name.split("-")) for gpu in called)
     alike = [gpu for gpu in called if len(gpu.name.split("-")) == most_words]
-    return min(alike, key=lambda gpu: abs(gpu.memory_gb * _GB - num_bytes))
+    nearest = min(alike, key=lambda gpu: abs(gpu.memory_gb * _GB - num_bytes))
+    is_whole = num_bytes >= _LEAST_WHOLE * nearest.memory_gb * _GB
+    return nearest if is_whole else replace(nearest, memory_gb=max(1, num_bytes // _GB))
 
 
 def gpus_spec(gpus: Sequence[Gpu]) -> str:

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 from transformers import LlamaConfig
 
 from rayspec import LLM, demo
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import resolve_max_model_len
 from rayspec.ops.plan import auto
-from rayspec.ops.plan.auto import found_gpus, laid_out
+from rayspec.ops.plan.auto import found_gpus, laid_out, with_layout
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, ask_torch, parse_gpus
 from rayspec.ops.plan.options import PlanOptions
@@ -70,9 +71,25 @@ def test_quantised_layers_are_not_cut_into_ranks() -> None:
     assert chosen.parallel.tensor == 1
 
 
+@pytest.mark.parametrize("options", [{"lora_modules": {"a": "folder"}}, {"offload": {"to": "cpu"}}])
+def test_options_that_ranks_refuse_get_stages(options: dict[str, Any]) -> None:
+    chosen = laid_out(config(**options), LLAMA_70B, nodes("4xH100", 2))
+    assert chosen.parallel is not None
+    assert (chosen.parallel.tensor, chosen.parallel.stages > 1) == (1, True)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'parallel' is 'auto': [\d.]+ GiB are missing on 1xH100-80G, even with"):
         laid_out(config(), LLAMA_70B, nodes("1xH100"))
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_gpu_of_another_node_gets_a_shard(is_here: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a cluster whose head has none: in this process, the model would run on the CPU."""
+    monkeypatch.setattr(auto, "found_gpus", lambda: nodes("1xH100"))
+    monkeypatch.setattr(auto, "load_config", lambda _: LLAMA_8B)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
+    assert with_layout(config()).parallel == (None if is_here else ParallelOptions())
 
 
 def test_without_gpus_the_model_is_in_this_process() -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from rayspec.errors import ConfigError
-from rayspec.ops.plan.gpus import KNOWN_GPUS, ask_torch, gpu_called, gpus_of_a_node, parse_gpus
+from rayspec.ops.plan.gpus import KNOWN_GPUS, ask_torch, gpu_called, gpus_of_a_node, gpus_spec, parse_gpus
 
 
 def test_gpus_are_listed_in_order() -> None:
@@ -67,10 +67,14 @@ def test_a_near_name_is_suggested(spec: str, hint: str) -> None:
         ("NVIDIA L4", 22.0, "L4-24G"),
         ("NVIDIA GH200 480GB", 94.5, "GH200-96G"),
         ("AMD Instinct MI300X", 191.5, "MI300X-192G"),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.6, "A100-21G"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5, "H100-10G"),
     ],
 )
 def test_products_are_known_by_their_drivers_names(product: str, gib: float, label: str) -> None:
-    assert gpu_called(product, int(gib * 2**30)).label == label
+    gpu = gpu_called(product, int(gib * 2**30))
+    assert gpu.label == label
+    assert [one.label for one in parse_gpus(gpus_spec([gpu] * 2))] == [label] * 2
 
 
 def test_a_file_of_the_users_folder_is_not_taken_for_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
