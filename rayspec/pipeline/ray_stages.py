@@ -317,12 +317,13 @@ class RayStages(Stages):
 
     def _introduce(self, link: str) -> None:
         """Let all processes know each other's address."""
-        peers = {name: process.address for name, process in self.replica.processes.items()}
+        processes = self.replica.processes  # a coordinator may begin to listen at any moment
+        peers = {name: process.address for name, process in processes.items()}
         peers[ENGINE] = self._transport.address
         self._transport.connect(peers)
-        for name in self.replica.processes:
+        for name in processes:
             self._transport.send(name, wire.Connect(peers=peers, link=link))
-        self._introduced = self.replica.processes.get(COORDINATOR)
+        self._introduced = processes.get(COORDINATOR)
 
     def _recover(self, names: Collection[str], reason: str) -> NoReturn:
         """Replace shards and begin a new epoch. Always raises: StagesReplacedError, or StageLostError if that fails."""

@@ -5,7 +5,7 @@ import logging
 import random
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 from torch import Tensor
@@ -18,6 +18,7 @@ from rayspec.decode.work import Pass
 from rayspec.errors import TransportError
 from rayspec.pipeline import server as server_module
 from rayspec.pipeline.messages import Connect, Failed
+from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.server import COORDINATOR, ENGINE, stage_name
 from rayspec.types import OutOfMemoryError, Plan
@@ -305,3 +306,14 @@ def test_a_link_that_cannot_be_joined_is_given_up(caplog: pytest.LogCaptureFixtu
 def test_stages_on_the_same_gpu_try_no_link(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(LoopReplica, "stages_share_gpus", True)
     assert require_no_link(caplog, "on the same GPU") == {(1, False), (2, False)}
+
+
+def test_a_coordinator_that_begins_to_listen_meanwhile_is_introduced_later() -> None:
+    """Its address is missing in what the others get, so nothing may be sent to it yet."""
+    stages, found = object.__new__(RayStages), [{"stage-0": MagicMock()}]
+    stages._transport = MagicMock(address="here")
+    processes = property(lambda _: found.pop() if found else {COORDINATOR: MagicMock()})
+    stages.replica = type("Replica", (), {"processes": processes})()
+    stages._introduce("")
+    assert stages._introduced is None
+    assert [call.args[0] for call in stages._transport.send.call_args_list] == ["stage-0"]
