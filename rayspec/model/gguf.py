@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from transformers import PretrainedConfig
 from transformers import modeling_gguf_pytorch_utils as of_gguf
 from transformers.utils import logging as transformers_logging
 
 from rayspec.errors import remedy_for
 from rayspec.machine import bytes_available
+from rayspec.model import gguf_fields
 from rayspec.model.sources import UNREACHED, check_source, gguf_at, gguf_of_hub
 from rayspec.types import CheckpointError, ConfigError
 
@@ -135,29 +135,20 @@ def _reader() -> Any:
     return Reader
 
 
-# Values of tokenizer.ggml.pre for which llama.cpp, as these models' own tokenizers, makes each digit a word, and which
-# transformers does not know.
-_SINGLE_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+_LONG = 10_000  # items of a list, such as the words of a tokenizer, of which each takes an object
 
 
-def split_digits(tokenizer: Any, file: Path) -> None:
-    """Let the tokenizer split digits where the file says so: else spaces before a number become other tokens."""
-    field = _parsed(file, file.stat().st_mtime_ns).fields.get("tokenizer.ggml.pre")
-    if field is not None and field.contents() in _SINGLE_DIGITS:
-        parts = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(parts)
+def _value(file: Path, name: str) -> Any:
+    """Return the value of a field; None for a field that the file does not have."""
+    field = _parsed(file, file.stat().st_mtime_ns).fields.get(name)
+    return None if field is None else field.contents()
 
 
-_END_NAMES = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-
-
-def _ends_of_turns(fields: Mapping[str, Any]) -> list[int]:
-    """Return the tokens that end an answer of a chat, by fields that transformers does not read or, as in llama.cpp,
-    by name."""
-    stated = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
-    tokens = fields["tokenizer.ggml.tokens"].contents() if "tokenizer.ggml.tokens" in fields else []
-    named = [tokens.index(text) for text in _END_NAMES if text in tokens]
-    return [field.contents() for field in stated if field is not None] + named
+def _values(file: Path, prefix: str) -> dict[str, Any]:
+    """Return the fields whose names begin with `prefix`, by the rest of the name, without long lists."""
+    fields = _parsed(file, file.stat().st_mtime_ns).fields
+    wanted = (name for name, field in fields.items() if name.startswith(prefix) and len(field.data) < _LONG)
+    return {name.removeprefix(prefix): _value(file, name) for name in wanted}
 
 
 def forget_parsed() -> None:
@@ -175,54 +166,39 @@ def stored_dtype(file: Path) -> torch.dtype:
     return _FLOATS[types.pop()] if len(types) == 1 and types <= _FLOATS.keys() else torch.bfloat16
 
 
-def check_positions(model: str, file: Path, config: PretrainedConfig) -> None:
-    """Raise CheckpointError for a file whose rotary positions are scaled, if transformers has not read how: Llama 3.1
-    and later, and long Phi 3, would write other text."""
-    fields = _parsed(file, file.stat().st_mtime_ns).fields
-    scalings = [field.contents() for name, field in fields.items() if name.endswith(".rope.scaling.type")]
-    factors = any(tensor.name.startswith(("rope_freqs.", "rope_factors_")) for tensor in _tensors(file))
-    text = config.get_text_config(decoder=True)
-    is_read = re.search(r"'rope_type': '(?!default)", str(getattr(text, "rope_parameters", None)))
-    if (factors or any(each != "none" for each in scalings)) and not is_read:
-        raise CheckpointError(
-            f"model {model!r} has scaled rotary positions, which transformers does not read from GGUF files: use the "
-            "checkpoint in safetensors"
-        )
-
-
-# Fields of a file, and the names that a config may have for their value.
-_NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
-_SAME_MEANING: dict[str, tuple[str, ...]] = {
-    "attention.sliding_window": ("sliding_window",),
-    "attn_logit_softcapping": ("attn_logit_softcapping",),
-    "final_logit_softcapping": ("final_logit_softcapping",),
-    "attention.layer_norm_epsilon": _NORM_EPS,
-    "attention.layer_norm_rms_epsilon": _NORM_EPS,
-}
-
-
 def complete(config: PretrainedConfig, file: Path) -> None:
-    """Give the config what the file says of positions, windows, norms and soft caps: of many architectures,
-    transformers leaves it out, and takes the family's default. Also give it the tokens that end an answer of a chat."""
-    fields: dict[str, Any] = _parsed(file, file.stat().st_mtime_ns).fields
-    stated = {name.partition(".")[2]: field for name, field in fields.items()}
+    """Give the config what the file says and transformers does not read, also the tokens that end an answer of a chat.
+    Raises CheckpointError for a file with a field that changes the text, and that is not read."""
     text: Any = config.get_text_config(decoder=True)
-    for name, attributes in _SAME_MEANING.items():
-        for attribute in attributes if name in stated else ():
-            if isinstance(getattr(text, attribute, ()), int | float | None):
-                setattr(text, attribute, stated[name].contents() or None)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if "rope_theta" in rope and "rope.freq_base" in stated:
-        rope["rope_theta"] = stated["rope.freq_base"].contents()
-    if "rope_theta" in rope and "rope.dimension_count" in stated:
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        rope["partial_rotary_factor"] = min(1.0, stated["rope.dimension_count"].contents() / head_dim)
-    if text.model_type == "gemma2" and text.num_hidden_layers == 46:  # 27B: in no field, and llama.cpp knows it so, too
-        text.query_pre_attn_scalar = text.hidden_size // text.num_attention_heads
-    if ends := _ends_of_turns(fields):
+    scaling = (tensor for tensor in _tensors(file) if tensor.name.startswith(("rope_freqs.", "rope_factors_")))
+    factors = {tensor.name.partition(".")[0]: tensor.data.tolist() for tensor in scaling}
+    prefix = f"{_value(file, 'general.architecture')}."
+    unread = gguf_fields.complete(text, _values(file, prefix), factors)
+    if unread:
+        name, value = next(iter(unread.items()))
+        raise CheckpointError(
+            f"{file.name} has {prefix}{name} = {value!s:.80}, which is not read from GGUF files: use the checkpoint in "
+            "safetensors"
+        )
+    tokens = _value(file, "tokenizer.ggml.tokens") or []
+    if ends := gguf_fields.ends_of_turns(_values(file, "tokenizer.ggml."), tokens):
         eos = getattr(text, "eos_token_id", None)
         known = eos if isinstance(eos, list) else [] if eos is None else [eos]
         text.eos_token_id = list(dict.fromkeys((*known, *ends)))
+
+
+def fit_tokenizer(tokenizer: Any, file: Path) -> None:
+    """Let the tokenizer make the tokens of the model's own. Raises CheckpointError for a file that names an unknown way
+    to split texts."""
+    stated = _values(file, "tokenizer.ggml.")
+    tokens, kinds = (_value(file, f"tokenizer.ggml.{name}") or [] for name in ("tokens", "token_type"))
+    architecture = str(_value(file, "general.architecture"))
+    is_known = gguf_fields.fit_tokenizer(tokenizer, architecture, stated, tokens, kinds)
+    remedy = "set option 'tokenizer' to the model's own, a folder or a hub id"
+    if not is_known:
+        raise CheckpointError(f"{file.name} splits texts by tokenizer.ggml.pre = {stated['pre']!r}, unknown: {remedy}")
+    if stated.get("model") == "gpt2" and stated.get("pre", "default") == "default":
+        logger.warning("%s does not say how it splits texts, so they may become other tokens: %s", file.name, remedy)
 
 
 def check_used(model: str, file: Path, wanted: Callable[[str], bool], loaded: Any) -> None:
@@ -231,7 +207,7 @@ def check_used(model: str, file: Path, wanted: Callable[[str], bool], loaded: An
     held = {tensor.data_ptr(): tensor.numel() for tensor in loaded.state_dict().values()}
     read = {tensor.name: int(tensor.n_elements) for tensor in _tensors(file) if wanted(tensor.name)}
     last = loaded.config.get_text_config(decoder=True).num_hidden_layers  # later blocks predict several tokens at once
-    others = ("rope_", "v.", "mm.", "cls.")  # positions, see `check_positions`; what sees images or scores texts
+    others = ("rope_", "v.", "mm.", "cls.")  # positions, see `complete`; what sees images or scores texts
     read = {name: each for name, each in read.items() if not name.startswith(others) and _block_of(name) < last}
     if loaded.config.tie_word_embeddings:
         read.pop("output.weight", None)

@@ -324,7 +324,7 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code, **keywords
             )
             if (file := find_gguf(source, config.revision)) is not None:
-                gguf.split_digits(tokenizer, file)
+                gguf.fit_tokenizer(tokenizer, file)
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
     except LOADING_ERRORS as error:
@@ -353,7 +353,6 @@ def _load(
     if file is not None:
         if options["dtype"] == "auto":
             options["dtype"] = gguf.stored_dtype(file)
-        gguf.check_positions(config.model, file, described)
         gguf.check_memory(config.model, file, is_wanted, options["dtype"])
     own_code = {"trust_remote_code": config.trust_remote_code}
     for index in sorted(Path(config.model).glob("*.index.json")) if file is None else ():

@@ -102,9 +102,14 @@ def test_tokenizer_and_chat_template_come_from_the_file(folder: Path) -> None:
     assert tokenizer.apply_chat_template(chat, tokenize=False) == own.apply_chat_template(chat, tokenize=False)
 
 
+def _of(tmp_path: Path, **fields: Any) -> Path:
+    """A file with these fields of its tokenizer."""
+    named = {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+    return write_gguf(build("llama", vocab_size=2048, head_dim=16), tmp_path / "model.gguf", fields=named)
+
+
 def test_each_digit_is_a_word_where_the_file_says_so(folder: Path, tmp_path: Path) -> None:
-    path = write_gguf(build("llama", vocab_size=2048, head_dim=16), tmp_path / "model.gguf", pre="smollm")
-    own, other = load_tokenizer(_config(path)), load_tokenizer(_config(folder / "llama.gguf"))
+    own, other = load_tokenizer(_config(_of(tmp_path, pre="smollm"))), load_tokenizer(_config(folder / "llama.gguf"))
     digits = Digits(individual_digits=True)
     for text in ("a   12", "$1.5", "of  3 and 2024"):
         parts = [part for part, _ in digits.pre_tokenize_str(text)]
@@ -112,8 +117,39 @@ def test_each_digit_is_a_word_where_the_file_says_so(folder: Path, tmp_path: Pat
     assert own.encode("a   12") != other.encode("a   12")
 
 
+def test_texts_of_llama_3_begin_with_the_bos_token_unless_the_file_says_no(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_config(_of(tmp_path, pre="llama-bpe")))
+    assert tokenizer.encode("The audit")[0] == 1
+    assert tokenizer.backend_tokenizer.model.ignore_merges  # type: ignore[attr-defined]
+    assert load_tokenizer(_config(_of(tmp_path, pre="llama-bpe", add_bos_token=False))).encode("The audit")[0] != 1
+
+
+def test_a_control_token_of_any_characters_is_one_token(tmp_path: Path) -> None:
+    own = AutoTokenizer.from_pretrained(demo.model_path())
+    tokens = own.convert_ids_to_tokens(list(range(len(own))))
+    user, begin = tokens[2], tokens[3] = "<\uff5cUser\uff5c>", "<\uff5cbegin\u2581of\u2581text\uff5c>"  # as DeepSeek's
+    kinds = [3 if number < 6 else 1 for number in range(len(tokens))]
+    tokenizer = load_tokenizer(_config(_of(tmp_path, tokens=tokens, token_type=kinds, bos_token_id=3)))
+    assert len(tokenizer) == len(tokens)
+    assert tokenizer.bos_token_id == 3
+    audit = own.encode("The audit")
+    assert tokenizer.encode(f"{begin}{user}The audit<|user|>") == [3, 2, *audit, 4]
+    assert tokenizer.decode([2, *audit], skip_special_tokens=True) == "The audit"
+
+
+def test_an_unknown_way_to_split_texts_is_refused_and_none_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = _of(tmp_path, pre="deepseek-llm")
+    with pytest.raises(CheckpointError, match=r"pre = 'deepseek-llm', unknown: set option 'tokenizer'"):
+        load_tokenizer(_config(path))
+    assert load_tokenizer(_config(path, tokenizer=str(demo.model_path())))
+    load_tokenizer(_config(_of(tmp_path, pre="default")))
+    assert "model.gguf does not say how it splits texts" in caplog.text
+
+
 def test_a_text_ends_also_at_the_token_that_ends_an_answer(folder: Path, tmp_path: Path) -> None:
-    path = write_gguf(build("llama", vocab_size=2048, head_dim=16), tmp_path / "model.gguf", eot=77)
+    path = _of(tmp_path, eot_token_id=77)
     assert eos_token_ids(_config(path)) == (1, 77)
     assert load_model(_config(path)).generation_config.eos_token_id == [1, 77], "for generate, too"
     assert eos_token_ids(_config(folder / "llama.gguf")) == (1,)
@@ -164,11 +200,30 @@ def test_an_array_takes_no_more_than_its_bytes(array: bytes, problem: str, tmp_p
         load_model(_config(path))
 
 
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+_LONG = {"rope_type": "longrope", "long_factor": [1.0, 2.0, 4.0, 8.0], "short_factor": [1.0, 1.1, 1.2, 1.3]}
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("phi3", {"sliding_window": 6, "partial_rotary_factor": 0.5}),
+        ("phi3", {"original_max_position_embeddings": 12, "rope_parameters": _LONG | {"rope_theta": 1e4}}),
         ("starcoder2", {"sliding_window": 6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        ("qwen3", {}),  # heads of 16 dimensions, and not of the family's 128
+        ("qwen2", {"rope_parameters": _LLAMA3 | {"original_max_position_embeddings": 8192}}),
+        ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+        ("qwen2", {"rope_parameters": _YARN | {"original_max_position_embeddings": 512}}),
+        (
+            "gemma3_text",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+        ),
     ],
 )
 def test_the_text_is_that_of_the_model_also_where_transformers_does_not_read_a_field(
@@ -201,10 +256,19 @@ def test_a_block_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> Non
     assert len(loaded.model.layers) == 3
 
 
-def test_scaled_positions_that_transformers_does_not_read_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(build("llama", vocab_size=2048), tmp_path / "llama.gguf", scaling="yarn")
-    with pytest.raises(CheckpointError, match="scaled rotary positions"):
-        load_model(_config(path))
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope.scaling.type": "yarn"}, "llama.rope.scaling.type = yarn"),
+        ({"logit_scale": 0.0625}, "llama.logit_scale = 0.0625"),
+        ({"attention.causal": False}, "llama.attention.causal = False"),
+        ({"of_next_year": 3}, "llama.of_next_year = 3"),
+    ],
+)
+def test_a_field_that_nobody_reads_is_refused(fields: dict[str, Any], named: str, tmp_path: Path) -> None:
+    path = write_gguf(build("llama", vocab_size=2048), tmp_path / "llama.gguf", fields=fields)
+    with pytest.raises(CheckpointError, match=f"llama.gguf has {named}, which is not read .* in safetensors"):
+        load_config(_config(path))
 
 
 def test_other_threads_read_whole_files_meanwhile(folder: Path) -> None:
