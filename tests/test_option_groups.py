@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 import yaml
 
+import rayspec.batch.commands  # noqa: F401 - it has options of its own
 from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.processor import ProcessorConfig
 from rayspec.bench.options import BenchOptions, TuneOptions
@@ -100,7 +101,8 @@ def asked_for(group: type[Options]) -> list[dict[str, Any]]:
     """Return the required options, alone and with each other option in turn."""
     required = REQUIRED.get(group, {})
     more = [{name: value} for name, info in group.model_fields.items() for value in values(info.annotation)]
-    return [required, *(required | one for one in (*more, *TOGETHER.get(group, ())) if is_taken(group, required | one))]
+    more += [one for base, several in TOGETHER.items() if issubclass(group, base) for one in several]
+    return [required, *(required | one for one in more if is_taken(group, required | one))]
 
 
 def is_taken(group: type[Options], given: dict[str, Any]) -> bool:
