@@ -262,8 +262,9 @@ class Rendering:
 
 _OF_RENDERING = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"})
 _PLAINLY = Rendering()
-# As DeepSeek's templates.
+# As DeepSeek's templates. Others take objects, and add a text only in place of one.
 _TAKES_TEXT = re.compile(r"""\+\s*[\w.\[\]'"]*\barguments['"\]]*\s*\+|\barguments['"\]]*\s*\|\s*string\b""")
+_TAKES_OBJECTS = re.compile(r"""\barguments['"\]]*\s*(?:is\s+mapping|\|\s*items)\b""")
 
 
 def conversation_tokens(messages: Sequence[Any], tokenizer: Any, rendering: Rendering = _PLAINLY) -> list[int]:
@@ -281,7 +282,7 @@ def conversation_text(messages: Sequence[Any], tokenizer: Any, rendering: Render
 def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **options: Any) -> Any:
     conversation, template = read_conversation(messages), rendering.template_of(tokenizer)
     check_rendered(conversation, template)
-    takes_text = _TAKES_TEXT.search(template) is not None
+    takes_text = _TAKES_TEXT.search(template) is not None and _TAKES_OBJECTS.search(template) is None
     for message in conversation:
         for call in message.get("tool_calls", ()):
             arguments = _as_object(call["function"].get("arguments") or {})

@@ -217,6 +217,11 @@ def test_arguments_of_tool_calls_are_objects_as_in_vllm() -> None:
         template = "{% set call = messages[0].tool_calls[0].function %}" + text
         assert rendered('{"a": null}', template) == '{"a": null}'
         assert rendered({"a": 6}, template) == '{"a": 6}'
+    template = (
+        "{% set call = messages[0].tool_calls[0].function %}"
+        "{% if call.arguments is mapping %}{{ call.arguments.a }}{% else %}{{ '<' + call.arguments + '>' }}{% endif %}"
+    )
+    assert rendered({"a": 6}, template) == "6"
 
 
 def test_several_templates_without_a_default_are_named() -> None:

@@ -58,7 +58,7 @@ Output = Annotated[
     ),
 ]
 _STDOUT = "-"
-_NAME_OF_FILE = re.compile(r"\S+\.(txt|md|jinja|j2)", re.IGNORECASE)  # no message has such a form
+_NAME_OF_FILE = re.compile(r"[\w./~-]+\.(txt|md|jinja|j2)", re.IGNORECASE | re.ASCII)  # no message has such a form
 
 
 class DocumentOptions(JobOptions, LongDocumentOptions):

@@ -103,7 +103,7 @@ def check_template(pieces: Sequence[Piece], columns: Columns) -> None:
     """Check that the rows at the beginning have the columns of the template. Raises ConfigError."""
     first = itertools.islice(read_piece(pieces[0], replace(columns, reads_all=True)), _NUM_CHECKED)
     rows = [row for _, row in first]
-    if all(row.error_kind == MISSING_COLUMN for row in rows):
+    if rows and all(row.error_kind == MISSING_COLUMN for row in rows):
         raise ConfigError(str(rows[0].error))
 
 

@@ -284,8 +284,12 @@ class RunFolder:
         """Raise OSError if the folder is not the one that was locked, or where there are no locks, if it has become
         that of a job with other options: rows would go to another job, or be lost."""
         if self._lock is None:
-            now = msgspec.json.decode(self.location.join(MANIFEST).read(), type=Manifest)
-            if _flat(now.identity) != _flat(self.manifest.identity):
+            try:
+                now = msgspec.json.decode(self.location.join(MANIFEST).read(), type=Manifest)
+                is_same = _flat(now.identity) == _flat(self.manifest.identity)
+            except msgspec.MsgspecError:  # of another version
+                is_same = False
+            if not is_same:
                 raise OSError(errno.ESTALE, "a job with other options has begun in it meanwhile")
             return
         try:

@@ -50,12 +50,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
 }
-# Fields of scaled positions, and transformers' names for them.
+# Fields of scaled positions, and transformers' names for them. What yarn_attn_factor means depends on the file's age.
 _SCALING = {
     "rope.scaling.attn_factor": "attention_factor",
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
 }

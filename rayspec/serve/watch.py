@@ -263,7 +263,7 @@ class Watch:
 
     async def ask_serve(self) -> None:
         """Find out whether Serve starts the models that have no replica now."""
-        absent = [model for model in self._models if not self.num_running(model)]
+        absent = [one for one in self._models if one not in self._may_be_absent and not self.num_running(one)]
         for model, one in (await self._in_serve(absent)).items():
             if one.status == "UPDATING":
                 self._starting_until_s.setdefault(model, time.monotonic() + _MOST_STARTING_S)

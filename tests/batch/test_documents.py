@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -685,6 +686,8 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
             check_template(pieces(tmp_path / name), Columns(template="{{ nam }}"))
     with pytest.raises(ConfigError, match="cannot be compiled: unexpected"):
         check_template(pieces(lines), Columns(template="{{ name"))
+    (tmp_path / "none.jsonl").touch()
+    check_template([replace(pieces(tmp_path / "none.jsonl")[0], num_before=9)], columns)  # as of a table's empty file
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ _LENGTHS = {"attention.key_length": 64, "attention.value_length": 64}
 _TURNS = [8192 / (2 * math.pi * 5e5 ** (pair / 64)) for pair in range(64)]
 _FREQS = [1.0 if each > 4 else 8.0 if each < 1 else 24 / (3 + 7 * (each - 1)) for each in _TURNS]
 _GEMMA3 = _LENGTHS | _EPS | {"rope.freq_base": 1e6, "attention.sliding_window": 512}
+_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
 _WRITTEN: dict[str, list[dict[str, Any]]] = {
     "llama": [
         {"rope.dimension_count": 128, "rope.freq_base": 5e5},
@@ -68,6 +69,7 @@ def test_files_of_every_architecture_are_read(family: str, fields: dict[str, Any
         ("llama", {"residual_scale": 0.5}),
         ("llama", {"rope.freq_base_swa": 5e5}),
         ("llama", {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}),
+        ("llama", _YARN | {"rope.scaling.yarn_attn_factor": 0.88}),  # of the whole, or of yarn's own?
         ("gemma4_text", {"attention.shared_kv_layers": 20}),
         ("phi3", {"rope.scaling.attn_factor": 1.25}),  # of which factors?
         ("qwen2", {"attention.sliding_window": 512}),  # in which layers?

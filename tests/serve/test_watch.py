@@ -61,6 +61,7 @@ def test_a_model_that_has_scaled_to_zero_is_no_problem() -> None:
     """A load balancer that believes /health would send no request, and so nothing would start a replica."""
     watch = Watch({"m": None, "n": None}, replica_timeout_s=TIMEOUT_S, may_be_absent={"m"})
     assert watch.known_problems == ["n: starting"]
+    asyncio.run(Watch({"m": None}, replica_timeout_s=TIMEOUT_S, may_be_absent={"m"}).ask_serve())  # asks nothing
     watch.replicas |= {"m": {}, "n": {}}
     assert watch.known_problems == ["n: starting"]
 
