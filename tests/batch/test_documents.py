@@ -37,6 +37,15 @@ CALLS = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 PART = {"type": "text", "text": "hello"}
 
 
+def write_table(table: pa.Table, path: Path) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
 def write_lines(path: Path, *rows: Any) -> str:
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -180,12 +189,7 @@ def test_no_code_in_a_file_is_run(tmp_path: Path, suffix: str, nested: bool) -> 
     kind, values = ArrowPythonObjectType(), pa.array([pickle.dumps(Code())] * 2, pa.large_binary())
     column = pa.ExtensionArray.from_storage(kind, values)
     table = pa.table({"text": pa.StructArray.from_arrays([column], names=["a"]) if nested else column})
-    path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+    path = write_table(table, tmp_path / f"a.{suffix}")
     assert [row.error_kind for row in read(path)] == ["invalid_value"]
     with pytest.raises(ConfigError, match="'txet' is undefined"):
         check_template(pieces(path), Columns(template="{{ txet }}"))
@@ -383,12 +387,7 @@ def test_a_column_may_have_two_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(documents, "_MAX_TEXT_BYTES", 64)  # rows of large batches are read one by one
     chats = [[{"role": "user", "content": f"question {number}"}] for number in range(9)]
     table = pa.table({"prompt": chats, "id": list("abcdefghi")})
-    path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        pq.write_table(table, path)
-    else:
-        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
+    path = write_table(table, tmp_path / f"a.{suffix}")
     rows = read(path, columns=Columns(text="prompt", messages="prompt"))
     assert [json.loads(row.messages or "") for row in rows] == chats
     rows = read(path, columns=Columns(template="{{ id }}: {{ prompt[0].content }}"))
