@@ -28,6 +28,7 @@ _NOT_THE_REASON = (
     r"drafts of this model are only copied or recycled tokens: ",
     r"^measuring how fast this machine .*",
     r"^loading .*: [\d.]+ GiB become .*",
+    r"^.*: the model runs in b?float.*",
     r"^[\w.-]+: ",
     r" \((largest difference|by) [^)]*\)",
     r"of this model: ",
