@@ -88,6 +88,8 @@ class LLM:
             name = Path(config.model).resolve().name
             adapters = {**config.lora_modules, name: config.model}
             adapter = config.adapter or name
+            if config.tokenizer is None and any(Path(config.model).glob("tokenizer.*")):
+                config = config.replace(tokenizer=config.model)  # of training, with the chat template of its texts
             model = demo.local_path(base)
             config = config.replace(model=model, revision=revision, lora_modules=adapters, adapter=adapter)
         if options.get("parallel") == "auto":

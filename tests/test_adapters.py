@@ -128,6 +128,16 @@ def test_the_folder_of_an_adapter_is_its_base_model_with_it(folder: Path, tmp_pa
         assert texts(llm, None) == expected("llama", folder, ["a"] * len(USES))
 
 
+def test_the_folder_of_an_adapter_may_have_a_tokenizer(folder: Path, tmp_path: Path) -> None:
+    """As training saves it, with the chat template of its texts."""
+    place, tokenizer = changed(adapters("llama", folder)["a"], tmp_path / "a"), demo_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(place)
+    with LLM(place, **OPTIONS, speculation={"strategy": "ar"}) as llm:
+        expected_tokens = tokenizer("one two", add_special_tokens=False)["input_ids"]
+        assert llm.chat_tokens([{"role": "user", "content": "one two"}]) == expected_tokens
+
+
 def test_auto_lays_out_the_base_model_of_an_adapters_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     laid_out: list[EngineConfig] = []
     monkeypatch.setattr(auto, "with_layout", lambda config: laid_out.append(config) or config)

@@ -95,10 +95,12 @@ def prepare_span(
     model: PreTrainedModel,
     parts: Decomposition,
     split: Callable[[Decomposition], Decomposition] = lambda parts: parts,
-) -> tuple[Decomposition, OffloadedWeights | None, int]:
+    agree: Callable[[bool], bool] | None = None,
+) -> tuple[Decomposition, OffloadedWeights | None, EngineConfig]:
     """Offload and fuse the sublayers of a loaded model or stage, and make the copies of weights that drafts want.
-    Return them with what is offloaded and the bytes of the weights here, without the copies. split: keeps the share of
-    this rank of a stage. Raises ConfigError for an unknown sublayer to offload; CheckpointError without the memory."""
+    Return them with what is offloaded and the options in force: ranks of a stage sum rows of equal passes, so all of
+    them run the kernels, or none. split: keeps the share of this rank. agree: see `StepGraphs`. Raises ConfigError for
+    an unknown sublayer to offload; CheckpointError without the memory."""
     offloaded, options = None, config.offload
     if options is not None:
         num_sublayers = 2 * num_layers(parts.config)
@@ -112,7 +114,10 @@ def prepare_span(
         offloaded = offload(parts, here, to=options.to, device=device, folder=folder)
         model.to(device)  # type: ignore[arg-type]
     parts = split(parts)
-    weight_bytes = sum(weight.nbytes for weight in model.parameters() if weight.device.type != "meta")
+    runs_kernels = has_kernels(config, parts)
+    if agree is not None and not agree(runs_kernels) and runs_kernels:
+        logger.warning("%s runs without the GPU kernels, as another rank of its stage does", parts.device)
+        config = config.replace(cuda_kernels="off")
     if config.own_bits and parts.device.type != "cpu":
         raise ConfigError(f"option 'own_bits' works on a CPU, and the model is on {parts.device}: leave it out")
     copies = copies_for_drafts(config, parts)
@@ -126,7 +131,7 @@ def prepare_span(
         own_bits=config.own_bits,
     )
     install_adapters(parts, config.lora_modules)
-    return parts, offloaded, weight_bytes
+    return parts, offloaded, config
 
 
 @enough_memory("lower kv_cache_share, kv_cache_tokens, max_num_batched_tokens or max_num_seqs")

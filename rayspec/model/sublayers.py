@@ -39,11 +39,10 @@ class Sublayer:
     quantised: Mapping[Weights, Body] = field(default_factory=dict)
 
     def __call__(self, hidden: Tensor, rows: Rows, weights: Weights = "full") -> Tensor:
-        """Run the sublayer and its residual; hidden: [1, N, hidden_size] in and out. weights: full, or of a copy."""
-        if weights != "full":
-            return self.quantised[weights](hidden, rows)
-        if self.body is not None:
-            return self.body(hidden, rows)
+        """Run the sublayer and its residual; hidden: [1, N, hidden_size] in and out. weights: full, or of a copy.
+        Without the copy it runs in full: a shard that replaces another may lack it, as after the loss of its GPU."""
+        if (body := self.quantised.get(weights, self.body)) is not None:
+            return body(hidden, rows)
         branch: Tensor = hidden if self.pre_norm is None else self.pre_norm(hidden)
         if self.kind == "attention":
             branch, _ = self.block(

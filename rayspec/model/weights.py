@@ -64,7 +64,7 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
             config = copy.deepcopy(_of_gguf(file, file.stat().st_mtime_ns))
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
-    except (*LOADING_ERRORS, ArithmeticError) as error:  # also JSON with unexpected types and numbers
+    except LOADING_ERRORS as error:  # also JSON with unexpected types and numbers
         raise CheckpointError(
             f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: fetch its config.json "
             "again, or name another model"
@@ -192,7 +192,10 @@ _UNPICKLING_ERRORS = (UnpicklingError, EOFError, IndexError, struct.error, Asser
 # Numbers of a quantised checkpoint by which activations, keys and values are rounded: plain matrices need none.
 _OF_ACTIVATIONS = re.compile(r"\.(input|output|activation|q|k|v)_(global_)?(scale|zero_point)$")
 # Errors of transformers, huggingface_hub and safetensors for missing or damaged files, and unexpected types in them.
-LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, TypeError, AttributeError)
+LOADING_ERRORS = (
+    OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError, TypeError, AttributeError,
+    ArithmeticError,
+)  # fmt: skip
 
 
 def resolve_device(name: str) -> torch.device:

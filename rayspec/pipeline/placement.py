@@ -81,8 +81,9 @@ class Process:
 
     def discard(self) -> None:
         """Kill the actor at once, even if it is frozen."""
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor, no_restart=True)
+        if ray.is_initialized():  # else it has ended with Ray, which the call would start again
+            with contextlib.suppress(RayError):
+                ray.kill(self._actor, no_restart=True)
 
 
 class Bundles:

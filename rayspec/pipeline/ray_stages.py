@@ -335,7 +335,7 @@ class RayStages(Stages):
             self._opened.clear()
             self._closed.clear()
             self._fail_searches(reason)
-            while (delay_s := self._restarts.next_delay_s()) is not None:
+            while self._lost is None and (delay_s := self._restarts.next_delay_s()) is not None:
                 time.sleep(delay_s)
                 gone = {*names, *self.replica.ends()} - {COORDINATOR}
                 try:
@@ -349,7 +349,8 @@ class RayStages(Stages):
                     self.recovery_s.append(time.monotonic() - started)
                     raise StagesReplacedError(reason)
                 reason, names = f"{reason}; then: {'; '.join(silent.values())}", silent
-            self._lost = StageLostError(f"{reason} (max_restarts is {self.replica.blueprint.options.max_restarts})")
+            most = self.replica.blueprint.options.max_restarts
+            self._lost = self._lost or StageLostError(f"{reason} (max_restarts is {most})")
             self.replica.close()
             raise self._lost
         finally:

@@ -161,23 +161,27 @@ class Shard(Server):
 
     def _load(self, layers: range, meeting_place: str | None) -> Loaded:
         config = self._config
+        if meeting_place is not None:
+            size, device = self._options.tensor, str(self._device)
+            self._ranks = RankGroup(rank=self.rank, size=size, address=meeting_place, device=device)
+        ranks = self._ranks
         # Ranks share a stage's files in CPU memory, and each moves its share of the weights to its device.
-        model = load_weights(config if meeting_place is None else config.replace(device="cpu"), layers=layers)
+        model = load_weights(config if ranks is None else config.replace(device="cpu"), layers=layers)
         weights = tensors_fingerprint(model.state_dict().values())
 
         def split(parts: Decomposition) -> Decomposition:
-            if meeting_place is None:
+            if ranks is None:
                 return parts
-            size, device = self._options.tensor, str(self._device)
-            self._ranks = RankGroup(rank=self.rank, size=size, address=meeting_place, device=device)
-            self._ranks.join(_RANKS_TIMEOUT_S)
-            return split_tensor_parallel(model, parts, self._ranks)
+            ranks.join(_RANKS_TIMEOUT_S)
+            return split_tensor_parallel(model, parts, ranks)
 
-        self._parts, self._offloaded, _ = prepare_span(config, model, decompose(model, layers=layers), split)
+        agree = None if ranks is None else ranks.all_agree
+        whole = decompose(model, layers=layers)
+        self._parts, self._offloaded, self._config = prepare_span(config, model, whole, split, agree)
         return Loaded(
             dtype=str(self._parts.dtype).removeprefix("torch."),
             weights=weights + tensors_fingerprint(matrices_of_adapters(self._parts)),
-            ways=ways_of(self._parts, choices_here(config, self._parts)),
+            ways=ways_of(self._parts, choices_here(self._config, self._parts)),
         )
 
     def rehearse(self) -> None:

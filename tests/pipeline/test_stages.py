@@ -18,9 +18,11 @@ from rayspec.decode.work import Pass
 from rayspec.errors import TransportError
 from rayspec.pipeline import server as server_module
 from rayspec.pipeline.messages import Connect, Failed
+from rayspec.pipeline.placement import ShardEndedError
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.recovery import Status
 from rayspec.pipeline.server import COORDINATOR, ENGINE, stage_name
+from rayspec.strategies.fixed import FixedPlan
 from rayspec.types import OutOfMemoryError, Plan
 from tests.engines import complete, engine_with, finish, plant_trees, requests_for, require_idle, tokens_of
 from tests.exhaustive import few_of
@@ -233,6 +235,36 @@ def test_without_restarts_everything_ends_with_a_typed_error() -> None:
         with pytest.raises(StageLostError, match="stage-1 was killed"):
             run.engine.add(requests_for(known.prompts[:1], GREEDY)[0])
         assert not run.engine.has_unfinished
+
+
+def test_a_shutdown_ends_a_recovery_that_is_under_way() -> None:
+    """Else it would start shards, and Ray, when both have ended."""
+    with loop_engine(checkpoint("llama"), 2) as run:
+        stages, started = run.engine.stages, list[object]()
+
+        def start(*_: object, name: str, **__: object) -> None:
+            started.append(name)
+            stages.shutdown()  # of another thread
+            raise ShardEndedError("a shard ended while it was started: its placement group is gone")
+
+        run.replica._bundles.start = start
+        run.replica.kill(stage_name(1))
+        with pytest.raises(StageLostError, match="the engine was shut down"):
+            stages.check()
+        assert started == ["stage-1"]
+
+
+def test_a_shard_that_replaces_another_may_lack_its_copies() -> None:
+    """As after the loss of a GPU, whose kernels the next process avoids: its sublayers run in full."""
+    known, by_copies = known_cases(), Plan(choices=("int4",) * NUM_SUBLAYERS, num_draft_tokens=3, source="test")
+    with loop_engine(checkpoint("llama"), 2, FixedPlan(by_copies), quantised=("int4",)) as run:
+        begin(run, known)
+        shards: Any = run.replica.blueprint.shard_type
+        shards.quantised = ()
+        run.replica.kill(stage_name(1))
+        outputs = finish(run.engine)
+        assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
+        assert run.replica.num_replaced == 1
 
 
 def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:

@@ -14,10 +14,11 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from rayspec.choices import Choice, choices_of
 from rayspec.config import EngineConfig
+from rayspec.decode import loading
+from rayspec.decode.loading import prepare_span
 from rayspec.model.architecture import decompose
 from rayspec.model.attention import pack
 from rayspec.model.fused import fuse
@@ -88,6 +91,7 @@ def worker(rank: int, folder: Path, address: str) -> None:
             RecordingDriver(bytes_each=4 if other else 1),
         )
     ]
+    found["kernels"] = _runs_kernels(paths[BIASED], group)
     with _no_deepspeed():
         found["copies"]["without DeepSpeed"] = _by_copies(paths[BIASED], group)
         found["refused"] = {name: _refusal(paths[family], group, plan) for name, (family, plan) in WRONG_PLANS.items()}
@@ -156,6 +160,20 @@ class _FailingDriver(RecordingDriver):
         if self.num_captures == 2:
             raise RuntimeError("operation not permitted")
         return graph
+
+
+def _runs_kernels(path: str, group: RankGroup) -> bool:
+    """Whether this rank runs the kernels, which work on the first rank only."""
+
+    def has_kernels(config: EngineConfig, parts: Decomposition) -> bool:
+        return config.cuda_kernels != "off" and group.rank == 0
+
+    asked = EngineConfig(model=path, dtype="float32", device="cpu", speculation={"strategy": "ar"})
+    model, parts = _copy(path)
+    with patch.object(loading, "has_kernels", has_kernels):
+        split = partial(split_tensor_parallel, model, group=group)
+        parts, _, agreed = prepare_span(asked, model, parts, split, group.all_agree)
+        return loading.has_kernels(agreed, parts)
 
 
 @torch.inference_mode()
@@ -341,6 +359,11 @@ def test_graphs_hold_the_sums_over_ranks(reports: Reports) -> None:
         assert one_is_full == reports[0]["graphs"][2]
         assert one_is_full["equal"]
         assert one_is_full["replays"] < whole["replays"]
+
+
+def test_the_kernels_run_on_all_ranks_or_on_none(reports: Reports) -> None:
+    """Passes in buffers have padding rows, which the sums of all ranks must have."""
+    assert [report["kernels"] for report in reports] == [False, False]
 
 
 def test_bfloat16_is_split_too(reports: Reports) -> None:
