@@ -491,6 +491,8 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
     with location.open() as content, _opened(pq.ParquetFile, content) as file:
         names = _check_unique(file.schema_arrow.names, columns, piece)
         first, num_groups = piece.groups or (0, file.num_row_groups)
+        if first + num_groups > file.num_row_groups:
+            raise UnreadableFileError(f"{piece.name}: it has fewer row groups than before; do not change the input")
         for group in range(first, first + num_groups):
             about = file.metadata.row_group(group)
             if wanted is None or not wanted.isdisjoint(range(number + 1, number + about.num_rows + 1)):

@@ -517,8 +517,8 @@ class Job:
                     folder.commit()
                     rows = self._within_budget(first, rows, report)
                     report.stats = self._complete(rows, folder, report, shared, drain)
-                    if not report.stopped:
-                        shared.check()
+                if rows is not None and not report.stopped:
+                    shared.check()
                 self._conclude(folder, report)
         return report
 
@@ -652,13 +652,15 @@ class Job:
 
 
 class _SharedResults:
-    """Gives equal rows one result, of this job or of a shared folder. twins: indices of rows that wait, by hash."""
+    """Gives equal rows one result, of this job or of a shared folder. twins: indices of rows that wait, by hash.
+    unread: names of files that could not be read."""
 
     def __init__(self, job: Job, source: Source, folder: RunFolder, report: RunReport) -> None:
         self._folder, self._report = folder, report
         sampling = job.task.settings.sampling
         self._is_off = sampling.seed is None and (sampling.temperature is None or sampling.temperature >= 1e-5)
         self._twins: dict[str, list[int]] = {}
+        self._unread: set[str] = set()
         self._left = Scan(rows=SCAN_SCHEMA.empty_table(), pieces=source.pieces)
         self._cache: ResultCache | None = None
         if job.cache is not None and self._is_off:
@@ -670,9 +672,9 @@ class _SharedResults:
 
     def of_cache(self, left: pa.Table) -> pa.Table:
         """Take the rows of a scan whose results are there. Return the others, of equal rows the first."""
+        self._left, first = replace(self._left, rows=left), list[int]()
         if self._is_off:
             return left
-        self._left, first = replace(self._left, rows=left), list[int]()
         hashes = left["input_hash"].combine_chunks().dictionary_encode()
         is_seen = bytearray(len(hashes.dictionary))
         for index, code in enumerate(hashes.indices.to_pylist()):
@@ -701,16 +703,23 @@ class _SharedResults:
             except OSError as error:
                 say(f"the cache cannot be written ({error_detail(error)}): the job goes on without it")
                 self._cache = None
+        if row.error_kind == UnreadableFileError.kind:
+            self._unread.add(row.id)
         self._folder.add(row)
         self._report.add(row)
         for twin in self._twins.pop(row.input_hash or "", ()):
             self._give(row, self._left.row(twin))
 
     def check(self) -> None:
-        """Add errors for the rows that have no result because the row equal to them has changed since the scan."""
-        for twin in map(self._left.row, itertools.chain.from_iterable(self._twins.values())):
-            error = UnreadableFileError(f"{twin.source}: a row with the same text changed; run the same command again")
-            self._give(twin.refused(error), twin)
+        """Add errors for the rows without a result. Files that could not be read have one error."""
+        self._folder.commit()
+        rows, pieces = self._left.rows, self._left.pieces
+        is_there = pc.is_in(rows["id"], value_set=self._folder.parts.ids)
+        for index in np.flatnonzero(np.logical_not(is_there.to_numpy())).tolist():
+            row = self._left.row(index)
+            if pieces[rows["piece"][index].as_py()].name not in self._unread:
+                problem = f"{row.source}: it, or a row with the same text, changed; run the same command again"
+                self.add(row.refused(UnreadableFileError(problem)))
 
     def _give(self, result: Row, row: Row) -> None:
         none: dict[str, Any] = {"num_draft_tokens": 0, "num_accepted_tokens": 0, "acceptance_rate": None}

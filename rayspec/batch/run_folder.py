@@ -192,7 +192,8 @@ class RunFolder:
                 for file in earlier:
                     file.delete()
             before = fresh if overwrite else _continue(location, fresh)
-            _remove_leftovers(location, merged)
+            if self._lock is not None:  # else they may be another driver's
+                _remove_leftovers(location, merged)
             self.parts = Parts(location.join(ROWS), text_column=text_column, json_schema=json_schema)
             is_written = before.status == "complete" and merged.kind == "file"
             # No part was copied here or deleted, or added by another driver, which may have merged them.
@@ -267,12 +268,13 @@ class RunFolder:
         with self._held:
             self.commit()
             if self.manifest.status == "running":
+                status: Status = "complete" if self.is_merged else "interrupted"  # nothing was added to a complete job
                 with suppress(OSError, pa.ArrowException, DamagedOutputError):
                     # The output that the user named, which is not in the run folder, has the rows so far.
                     if not self._merged.is_in(self.location) and self.parts.num_stored:
                         self._merge()
                 with suppress(OSError):  # a manifest that says "running" is that of a killed driver
-                    self._end_session("interrupted", self.manifest.counts)
+                    self._end_session(status, self.manifest.counts)
 
     def __enter__(self) -> Self:
         return self
@@ -443,9 +445,7 @@ def _require_unread(location: Location, earlier: Iterable[Location], reads: Iter
 
 
 def _remove_leftovers(location: Location, merged: Location) -> None:
-    """Delete partial files of writers that were killed; not in a remote store, where they may be another driver's."""
-    if location.local_path is None:
-        return
+    """Delete partial files of writers that were killed."""
     of_merged = rf"\.{re.escape(merged.file_name)}\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
     ours = rf"\..+\.[0-9a-f]{{8}}{PARTIAL_SUFFIX}"
     for folder, pattern in ((merged.absolute().folder, of_merged), (location, ours), (location.join(ROWS), ours)):
@@ -538,6 +538,11 @@ class Parts:
         index = _counting(self._state[1])
         kinds = index["error_kind"].filter(index["is_final"])
         return Counter({found["values"]: found["counts"] for found in pc.value_counts(kinds).to_pylist()})
+
+    @property
+    def ids(self) -> pa.ChunkedArray:
+        """The ids of all rows, those that could not be read included."""
+        return self._state[1]["id"]
 
     # --- reading ---
 

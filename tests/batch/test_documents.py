@@ -426,6 +426,9 @@ def test_rows_that_have_gone_since_the_scan_are_an_error(tmp_path: Path) -> None
     (_, row), (_, gone) = read_piece(Piece(path=path, name="a.jsonl"), TEXT, frozenset({2, 9}))
     assert (row.document, gone.error_kind) == ("two", "unreadable_file")
     assert str(gone.error) == "a.jsonl: 1 rows are gone; do not change the input"
+    groups = Piece(path=str(write_table(pa.table({"text": ["one"]}), tmp_path / "a.parquet")), name="a", groups=(1, 1))
+    _, gone = next(read_piece(groups, TEXT, frozenset({9})))
+    assert str(gone.error) == "a: it has fewer row groups than before; do not change the input"
 
 
 def test_rows_of_csv_json_and_arrow_are_those_of_json_lines(tmp_path: Path) -> None:

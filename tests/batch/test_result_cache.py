@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayspec.batch import rows
-from rayspec.batch.job import LocalPool
+from rayspec.batch.job import LocalBackend, LocalPool, Scan, Source
 from rayspec.batch.result_cache import ResultCache, _digest, files_of
 from rayspec.batch.rows import Row
 from rayspec.cli import app
@@ -208,3 +208,26 @@ def test_a_folder_with_the_name_of_an_options_value_is_no_part_of_the_model(tmp_
     (tmp_path / "auto").mkdir()
     (tmp_path / "auto" / "manifest.json").touch()
     assert files_of(engine) == before
+
+
+def test_an_input_that_is_replaced_while_it_is_read_loses_no_row_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of the new file have other numbers."""
+    scan = LocalBackend.scan
+
+    def replaced(backend: LocalBackend, source: Source) -> Scan:
+        found = scan(backend, source)
+        rows = [{"id": "new", "text": "New."}, *map(json.loads, Path("in.jsonl").read_text().splitlines())]
+        write_lines(Path("in.jsonl"), rows)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "scan", replaced)
+        first, said = run("a.jsonl", code=3)
+    assert "1 failed (unreadable_file 1)" in said
+    assert (first["1"]["source"], first["1"]["summary"]) == ("in.jsonl:2", None)
+    assert "changed; run the same command again" in first["1"]["error"]
+    again, _ = run("a.jsonl")
+    assert sorted(again) == ["0", "1", "2", "3", "new"]
+    assert all(row["summary"] for row in again.values())

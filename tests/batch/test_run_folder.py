@@ -226,6 +226,30 @@ def test_an_output_that_cannot_be_written_is_named_and_the_folder_is_given_back(
         assert done_ids(folder) == {"a"}
 
 
+def test_a_complete_job_stays_complete_where_a_run_adds_nothing(tmp_path: Path) -> None:
+    """As where option 'changed' is 'fail'."""
+    with open_folder(tmp_path) as folder:
+        folder.add(done("a"))
+        folder.finish({})
+    with pytest.raises(RuntimeError), open_folder(tmp_path):
+        raise RuntimeError
+    assert manifest_of(tmp_path)["status"] == "complete"
+    with pytest.raises(RuntimeError), open_folder(tmp_path) as folder:
+        folder.add(done("b"))
+        raise RuntimeError
+    assert manifest_of(tmp_path)["status"] == "interrupted"
+
+
+def test_without_locks_what_another_driver_is_writing_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Location, "lock", lambda _: None)
+    with open_folder(tmp_path) as folder:
+        with folder.location.join("rows", "part-000001-1f2e3d4c.parquet").writing():
+            open_folder(tmp_path).close()
+        assert parts_of(tmp_path) == ["part-000001-1f2e3d4c.parquet"]
+
+
 @pytest.mark.parametrize("how", ["deleted", "replaced", "made a link"])
 def test_a_folder_that_is_another_gets_no_rows(tmp_path: Path, how: str) -> None:
     with open_folder(tmp_path / "other", identity={"prompt": "another"}) as folder:

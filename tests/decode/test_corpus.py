@@ -100,6 +100,12 @@ def test_a_file_fills_the_corpus_at_the_start(tmp_path: Path, suffix: str) -> No
     assert output.metrics.accepted_by_source["corpus"] >= 16
 
 
+def _with_two_columns() -> bytes:
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), file)
+    return file.getvalue().to_pybytes()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -112,6 +118,7 @@ def test_a_file_fills_the_corpus_at_the_start(tmp_path: Path, suffix: str) -> No
         ("other.jsonl", b'{"body": "a"}\n', "has no column 'text' or 'summary'"),
         ("number.jsonl", b'{"text": 7}\n', "column 'text' of line 1 is int"),
         ("bad.parquet", b"PAR1 no more", "arquet"),
+        ("two.parquet", _with_two_columns(), "two columns are called 'text'"),
     ],
 )
 def test_a_file_that_is_no_corpus_is_refused(tmp_path: Path, name: str, content: bytes | None, reason: str) -> None:

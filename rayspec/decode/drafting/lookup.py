@@ -394,6 +394,8 @@ def _of_parquet(path: Path) -> Iterator[str]:
     try:
         with pq.ParquetFile(path, buffer_size=_BYTES_AT_ONCE) as file:
             names = [name for name in _COLUMNS if name in file.schema_arrow.names][:1]
+            if names and file.schema_arrow.names.count(names[0]) > 1:
+                raise ValueError(f"two columns are called {names[0]!r}")
             for kind in (file.schema_arrow.field(name).type for name in names):
                 text = kind.value_type if pa.types.is_dictionary(kind) else kind
                 if text not in (pa.string(), pa.large_string(), pa.string_view(), pa.null()):
