@@ -2,6 +2,7 @@ import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,11 +76,18 @@ def test_weights_that_are_no_plain_tensors_are_an_error(tmp_path: Path, content:
         load_model(_config(folder))
 
 
-def test_a_value_in_the_config_that_torch_refuses_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"pad_token_id": 10**6}, r"Padding_idx .* \(see its config.json\)"),
+        ({"num_key_value_heads": 0}, "integer division or modulo by zero"),
+    ],
+)
+def test_a_value_in_the_config_that_torch_refuses_is_named(change: Any, problem: str, tmp_path: Path) -> None:
     folder = _copy(tmp_path)
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(content | {"pad_token_id": 10**6}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"could not be loaded: Padding_idx .* \(see its config.json\)"):
+    (folder / "config.json").write_text(json.dumps(content | change), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=f"could not be loaded: {problem}"):
         load_model(_config(folder))
 
 
