@@ -265,6 +265,8 @@ _PLAINLY = Rendering()
 # As DeepSeek's templates. Others take objects, and add a text only in place of one.
 _TAKES_TEXT = re.compile(r"""\+\s*[\w.\[\]'"]*\barguments['"\]]*\s*\+|\barguments['"\]]*\s*\|\s*string\b""")
 _TAKES_OBJECTS = re.compile(r"""\barguments['"\]]*\s*(?:is\s+mapping|\|\s*items)\b""")
+# As DeepSeek's templates find messages that only call tools. Transformers leaves out a content that is null.
+_ASKS_FOR_NONE = re.compile(r"""(\.content\b|\[['"]content['"]\])(?=\s+is\s+(?:not\s+)?none\b)""")
 
 
 def conversation_tokens(messages: Sequence[Any], tokenizer: Any, rendering: Rendering = _PLAINLY) -> list[int]:
@@ -283,7 +285,10 @@ def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **
     conversation, template = read_conversation(messages), rendering.template_of(tokenizer)
     check_rendered(conversation, template)
     takes_text = _TAKES_TEXT.search(template) is not None and _TAKES_OBJECTS.search(template) is None
+    template, num_of_none = _ASKS_FOR_NONE.subn(r"\1|default(none)", template)
     for message in conversation:
+        if num_of_none and "tool_calls" in message:
+            message["content"] = message["content"] or None
         for call in message.get("tool_calls", ()):
             arguments = _as_object(call["function"].get("arguments") or {})
             is_made_text = takes_text and isinstance(arguments, dict)

@@ -224,6 +224,20 @@ def test_arguments_of_tool_calls_are_objects_as_in_vllm() -> None:
     assert rendered({"a": 6}, template) == "6"
 
 
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("name", ["message['content']", "message.content"])
+def test_a_template_that_asks_for_null_finds_messages_that_only_call(name: str, content: str | None) -> None:
+    """As DeepSeek's, which lost such calls: transformers leaves out null fields."""
+    template = (
+        "{%- for message in messages %}"
+        f"{{%- if message.role == 'assistant' and {name} is none %}}{{{{ '<' + message.tool_calls[0].id + '>' }}}}"
+        f"{{%- endif %}}{{%- if {name} is not none %}}{{{{ '|' + {name} + '|' }}}}{{%- endif %}}{{%- endfor %}}"
+    )
+    said = CALLS | {"content": "Let me see."}
+    text = conversation_text([USER, CALLS | {"content": content}, said], TOKENIZER, Rendering(template=template))
+    assert text == "|Hi|<c1>|Let me see.|"
+
+
 def test_several_templates_without_a_default_are_named() -> None:
     tokenizer = demo_tokenizer()
     before = tokenizer.chat_template
