@@ -283,7 +283,7 @@ class BatchRun:
         return RequestCounts(total=self.batch.request_counts.total, completed=completed, failed=self._num_failed)
 
     def _unanswered(self) -> Iterator[BatchLine]:
-        for line in self.store.lines(self.batch, self.max_lines):
+        for line in self.store.lines(self.batch):  # the limit may be lower now than when the batch began
             if isinstance(line, BatchLine) and line.id not in self._answered:
                 yield line
 

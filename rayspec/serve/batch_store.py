@@ -175,7 +175,9 @@ class BatchStore:
         self._place(batch.id).join("batch.json").write(msgspec.json.encode(batch))
 
     def batches(self, query: PageRequest) -> Page[Batch]:
-        found = self._all("batches", self.batch, after=query.after, order="desc")
+        if query.purpose is not None:
+            raise InvalidRequestError.of("purpose", "only files have one; leave it out", code="unsupported_parameter")
+        found = self._all("batches", self.batch, after=query.after, order=query.order)
         return Page.of(found, min(query.limit or _FEW_BATCHES, _MOST_BATCHES))
 
     def batch_ids(self) -> list[str]:
@@ -209,9 +211,9 @@ class BatchStore:
             return None
         return int(asked) if asked.isdigit() else int(self.clock())
 
-    def lines(self, batch: Batch, max_lines: int) -> Iterator[BatchLine | BatchResult]:
+    def lines(self, batch: Batch, max_lines: int | None = None) -> Iterator[BatchLine | BatchResult]:
         """Yield the lines of the batch's input file, see `read_batch`. Raises InvalidRequestError if the file has more
-        lines, empty ones included."""
+        lines than that, empty ones included."""
         with self.open_file(batch.input_file_id) as file:
             lines = limited_lines(file, MAX_LINE_BYTES)
             yield from read_batch(itertools.islice(lines, max_lines), source=batch.input_file_id)

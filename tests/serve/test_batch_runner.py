@@ -402,6 +402,37 @@ def test_a_hostile_file_has_short_errors(store: BatchStore, tmp_path: Path, cont
     assert (tmp_path / "kept" / "batches" / batch.id / "batch.json").stat().st_size < 200_000
 
 
+@pytest.mark.parametrize("num_answered", [None, 20])
+def test_a_lower_limit_of_lines_ends_no_batch_that_has_begun(store: BatchStore, num_answered: int | None) -> None:
+    """As after a restart with another `max_batch_lines`; the batch ends by itself or is cancelled."""
+    batch = new_batch(store, NAMES)
+
+    async def answer(line: BatchLine) -> BatchResult:
+        if num_answered is not None and NAMES.index(line.custom_id) >= num_answered:
+            store.cancel(batch.id)
+            await asyncio.sleep(60.0)
+        return await answered(line)
+
+    run = run_of(store, batch, answer)
+    asyncio.run(run._save(**run._validated()))
+    asyncio.run(BatchRun(store.saved(batch.id), store, 10, answer).run())
+    ended = store.batch(batch.id)
+    assert (ended.status, ended.errors) == ("completed" if num_answered is None else "cancelled", None)
+    assert sorted(rows_of(store, ended.output_file_id, ended.error_file_id)) == sorted(NAMES)
+
+
+def test_a_list_has_the_order_that_is_asked_for(store: BatchStore) -> None:
+    made = [new_batch(store, NAMES[:1]).id for _ in range(3)]
+    for order, names in (("asc", made), ("desc", made[::-1]), (None, made[::-1])):
+        page = store.batches(PageRequest.parse({"order": order, "limit": "2"}))
+        assert ([one.id for one in page.data], page.has_more) == (names[:2], True)
+        assert page.last_id is not None
+        (last,) = store.batches(PageRequest.parse({"order": order, "after": page.last_id})).data
+        assert last.id == names[2]
+    with pytest.raises(InvalidRequestError, match="purpose: only files have one"):
+        store.batches(PageRequest.parse({"purpose": "batch"}))
+
+
 def test_refused_and_interrupted_uploads_leave_nothing(store: BatchStore, tmp_path: Path) -> None:
     for filename in ("a.jsonl", "\ud800"):
         with (
