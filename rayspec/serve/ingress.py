@@ -188,7 +188,7 @@ def build_app(ingress: Ingress) -> FastAPI:
             CORSMiddleware,
             allow_origins=ingress.options.cors,
             allow_methods=("GET", "POST", "DELETE"),
-            allow_headers=("authorization", "content-type", "x-request-id"),
+            allow_headers=("*",),  # OpenAI's client for JavaScript sends many of its own
             expose_headers=("retry-after", "x-request-id"),
         )
     described.install(app, open_paths=open_paths, has_keys=bool(ingress.entry.keys.digests))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -210,8 +213,18 @@ class ServeOptions(Options):
                 raise ValueError(f"option 'api_keys': key {number} must be printable ASCII without spaces")
         for origin in self.cors:
             parts = urlsplit(origin)  # a scheme, a host and perhaps a port, as browsers send an origin
-            if origin != "*" and (not parts.netloc or origin != f"{parts.scheme}://{parts.netloc}"):
-                raise ValueError(f"option 'cors' has {origin!r}: write an origin, as 'https://app.example', or '*'")
+            is_origin = parts.netloc and origin == f"{parts.scheme}://{parts.netloc}".lower() and "@" not in origin
+            if origin != "*" and not (is_origin and not re.search(r"^http:.*:80$|^https:.*:443$", origin)):
+                raise ValueError(
+                    f"option 'cors' has {origin!r}: write an origin as browsers send it, in lower case and without a "
+                    "usual port, as 'https://app.example', or '*'"
+                )
+        for name in self.allowed_hosts or ():
+            if not (re.fullmatch(r"\*|[^\s:/\[\]*]*[^\s:/\[\]*.]", name) or _is_address(name)):
+                raise ValueError(
+                    f"option 'allowed_hosts' has {name!r}: write a name or an address, without scheme and port, as "
+                    "'api.example', or '*'"
+                )
         return self
 
     @property
@@ -229,6 +242,12 @@ class ServeOptions(Options):
         asked = self.ingress_deployment_config.max_ongoing_requests
         held = [_UNLIMITED if one.max_admitted is None else one.max_admitted for one in self.llm_configs]
         return asked or sum(held) + _NUM_REFUSED_AT_ONCE
+
+
+def _is_address(name: str) -> bool:
+    with suppress(ValueError):
+        return bool(ip_address(name))
+    return False
 
 
 _NUM_REFUSED_AT_ONCE = 256
@@ -258,6 +277,8 @@ def asked_options(
     """Return the options of an endpoint: those in `file`, or of the engine in `asked`. model_id: name of the model;
     None: as in the engine's options. The lists are added to the file's, `batches` replaces the file's. Raises
     ConfigError."""
+    if model_id == "":
+        raise ConfigError("option 'served_model_name' is '': give a name, or leave it out")
     if file is None:
         settings = asked.settings()
         if settings.sampling != SamplingParams():

@@ -59,7 +59,7 @@ class Address:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # earlier connections may linger
             try:
                 listener.bind((self.host, self.port))
-            except OSError as error:
+            except (OSError, TypeError, UnicodeError) as error:  # the latter two for what no host name can have
                 raise self._refusal(error) from None
             yield listener
 
@@ -70,7 +70,9 @@ class Address:
         except OSError as error:
             raise self._refusal(error) from None
 
-    def _refusal(self, error: OSError) -> ConfigError:
+    def _refusal(self, error: Exception) -> ConfigError:
+        if not isinstance(error, OSError):
+            return ConfigError(f"option 'host' is {self.host!r}, which is no host name: name an address")
         if error.errno == errno.EADDRINUSE:
             return ConfigError(f"option 'port' is {self.port}, which is in use: choose another, or 0")
         return ConfigError(f"options 'host' and 'port' are {self.host!r} and {self.port}: {error.strerror or error}")

@@ -229,7 +229,9 @@ def test_the_page_of_the_api_needs_no_key_and_no_network() -> None:
 
 
 def test_pages_of_an_allowed_origin_may_ask_first() -> None:
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+    """Also OpenAI's client for JavaScript, which sends headers of its own."""
+    headers = "authorization,content-type,x-stainless-arch,x-stainless-retry-count,openai-organization"
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": headers}
     allowed = asked("OPTIONS", headers=asks | {"origin": PAGE}, content=b"")
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, PAGE)
     refused = asked("OPTIONS", headers=asks | {"origin": "https://other.example"}, content=b"")

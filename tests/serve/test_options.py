@@ -84,6 +84,14 @@ def test_what_is_admitted_follows_from_what_is_decoded_at_once() -> None:
             ["autoscaling_config'", "option 'min_replicas' is 'one'"],
         ),
         ({"llm_configs": [model()], "cors": ["app.example"]}, ["'cors'", "'app.example'", "https://app.example"]),
+        *(
+            ({"llm_configs": [model()], "cors": ["*", origin]}, ["'cors'", repr(origin)])
+            for origin in ("https://App.example", "https://app.example:443", "http://app.example:80", "a://u@b", "")
+        ),
+        *(
+            ({"llm_configs": [model()], "allowed_hosts": ["a", name]}, ["'allowed_hosts'", repr(name)])
+            for name in ("", "*.example", "a.example:80", "https://a.example", "[::1]", "a.example.", "a b")
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_a_remedy(args: dict[str, Any], words: list[str]) -> None:
@@ -103,9 +111,13 @@ def test_a_private_ray_has_the_cpus_of_replicas_and_shards(own: Any, num_cpus: f
 
 def test_quoted_numbers_and_capital_letters_mean_the_same() -> None:
     scaling = {"autoscaling_config": {"min_replicas": "0", "max_replicas": "2"}}
-    chosen = options(model(deployment_config=scaling), allowed_hosts=["API.Example.org"])
+    chosen = options(
+        model(deployment_config=scaling), allowed_hosts=["API.Example.org", "*", "2001:DB8::1", "10.0.0.1"]
+    )
     assert chosen.llm_configs[0].scales_to_zero
-    assert chosen.allowed_hosts == ("api.example.org",)
+    assert chosen.allowed_hosts == ("api.example.org", "*", "2001:db8::1", "10.0.0.1")
+    origins = ("*", "https://app.example:8443", "http://[::1]:3000", "tauri://localhost", "http://localhost")
+    assert options(model(), cors=origins).cors == origins
 
 
 def made(**deployment: Any) -> Any:
@@ -179,8 +191,9 @@ def test_a_file_has_everything(tmp_path: Path) -> None:
     for also in (Asked(flags={"dtype": "float32"}), Asked(overrides=["dtype=float32"]), Asked(file=file)):
         with pytest.raises(ConfigError, match="does not go with"):
             asked(also, file)
-    with pytest.raises(ConfigError, match="served_model_name"):
-        asked(Asked(), file, model_id="x")
+    for name, named_file in (("x", file), ("", file), ("", None)):
+        with pytest.raises(ConfigError, match="served_model_name"):
+            asked(Asked(flags=dict(FLAGS) if named_file is None else {}), named_file, model_id=name)
     file.write_text("applications: [{args: {llm_configs: []}}]\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"run `serve run .*app.yaml`"):
         asked(Asked(), file)

@@ -35,7 +35,7 @@ def test_a_port_that_is_busy_before_or_meanwhile_is_named() -> None:
         result = CliRunner().invoke(app, ["serve", "--model", "demo", "--port", str(address.port)])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: option 'port'")
-    for host in ("192.0.2.77", "", " "):  # an empty host would be all addresses
+    for host in ("192.0.2.77", "", " ", "\udcff", f"{'a' * 64}.b"):  # an empty host would be all addresses
         with pytest.raises(ConfigError, match=re.escape(repr(host))), Address(host=host).bound():
             pass
 
