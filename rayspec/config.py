@@ -19,7 +19,7 @@ from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, comb
 from rayspec.errors import ConfigError, plainly
 from rayspec.machine import has_nvidia_gpu
 from rayspec.structured import StructuredOutputsParams
-from rayspec.vllm_names import ENGINE, SAMPLING, from_vllm
+from rayspec.vllm_names import ENGINE, SAMPLING, from_vllm, naming_given
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Cheaper = Literal["skip", "int8", "int4", "window", "pages"]
@@ -75,6 +75,8 @@ class Options(pydantic.BaseModel):
     def _no_truth_value_as_number(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in _NUMBERS:
             raise ValueError("give a number")
+        if isinstance(value, list | tuple) and (found := [one for one in value if isinstance(one, bool)]):
+            raise ValueError(f"it has {found[0]}, which is no number and no text")
         return value
 
     @model_validator(mode="after")
@@ -253,7 +255,8 @@ class SamplingParams(Options):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted for tokens that the output has")
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="subtracted as often as the output has a token")
     repetition_penalty: float | None = Field(None, gt=0.0, description=f"divides the logits of known tokens; {_UNSET}1")
-    temperature: float | None = Field(None, ge=0.0, description=f"of sampling; 0: greedy; {_UNSET}1")
+    # a larger one is infinite in 32 bits
+    temperature: float | None = Field(None, ge=0.0, le=3e38, description=f"of sampling; 0: greedy; {_UNSET}1")
     top_p: float | None = Field(
         None, gt=0.0, le=1.0, description=f"sample from the likeliest tokens of this total; {_UNSET}1"
     )
@@ -330,6 +333,8 @@ class SamplingParams(Options):
         for name in ("stop", "bad_words"):
             if "" in (getattr(self, name) or ()):
                 raise ValueError(f"option {name!r} holds an empty string: leave it out")
+        if self.stop_token_ids and min(self.stop_token_ids) < 0:
+            raise ValueError(f"option 'stop_token_ids' holds {min(self.stop_token_ids)}: give tokens from 0 on")
         if self.allowed_token_ids == ():
             raise ValueError("option 'allowed_token_ids' is empty: name a token, or leave it out")
         if self.stop and not self.detokenize and type(self) is SamplingParams:  # a checkpoint's may be there
@@ -623,7 +628,8 @@ class EngineConfig(Options):
     profile_cache: str | None = Field(None, description="folder of saved latency profiles; unset: the user's cache")
 
     def __init__(self, **values: Any) -> None:
-        super().__init__(**from_vllm(values, ENGINE, type(self).model_fields))
+        with naming_given(values):
+            super().__init__(**from_vllm(values, ENGINE, type(self).model_fields))
 
     @field_validator("cuda_kernels", "cuda_graphs", mode="before")
     @classmethod

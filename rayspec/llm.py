@@ -481,8 +481,8 @@ def _shut_down(llm: weakref.ref[LLM]) -> None:
 
 def _config_of(model: str, options: Mapping[str, Any]) -> EngineConfig:
     """Return the config of options, still without a layout for "auto"."""
-    options = from_vllm(options, ENGINE, EngineConfig.model_fields)
-    return EngineConfig(model=model, **options | ({"parallel": None} if options.get("parallel") == "auto" else {}))
+    from_vllm(options, ENGINE, EngineConfig.model_fields)  # refuses "auto" with a number of ranks
+    return EngineConfig(model=model, **{**options} | ({"parallel": None} if options.get("parallel") == "auto" else {}))
 
 
 def _laid_out(config: EngineConfig) -> EngineConfig:

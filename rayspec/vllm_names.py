@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,19 @@ def from_vllm(given: Mapping[str, Any], table: Mapping[str, Argument], own: Coll
             found = _speculation(value) if name == "speculative_config" else _lookup(value, argument.values)
             _set(options, argument.option, value if found is _ABSENT else found, given=name)
     return options
+
+
+@contextmanager
+def naming_given(given: Mapping[str, Any]) -> Iterator[None]:
+    """Add to an error of one of our options the argument of vLLM's that has set it."""
+    try:
+        yield
+    except ConfigError as error:
+        options = {name: ENGINE[name].option.split(".") for name in given if name in ENGINE and ENGINE[name].option}
+        for name, parts in options.items():
+            if repr(name) not in str(error) and all(repr(part) in str(error) for part in parts):
+                raise ConfigError(f"{error} ({name!r} sets it)") from None
+        raise
 
 
 def _set(options: dict[str, Any], option: str, value: Any, *, given: str) -> None:

@@ -77,15 +77,27 @@ def test_names_of_options_that_are_called_otherwise_here(given: dict[str, Any], 
         ({"seed": 5}, "'seed' is 5: only `LLM"),
         ({"speculative_config": {"model": "m"}}, "'speculative_config' is .*: the model drafts for itself"),
         ({"spec_method": "eagle3", "spec_model": "m"}, "'spec_model' is 'm': the model drafts for itself"),
-        ({"spec_method": "eagle3"}, "in 'speculation': option 'strategy' is 'eagle3'"),
+        ({"spec_method": "eagle3"}, r"in 'speculation': option 'strategy' is 'eagle3'.*\('spec_method' sets it\)$"),
+        ({"enforce_eager": 3}, r"option 'cuda_graphs' is 3: .*\('enforce_eager' sets it\)$"),
         ({"tensor_parallel_sise": 2}, "unknown option 'tensor_parallel_sise'; did you mean 'tensor_parallel_size'"),
         ({"max_model_len": "16k"}, "^option 'max_model_len' is '16k': it must be a valid integer[^;]*$"),
-        ({"tensor_parallel_size": "two"}, "in 'parallel': option 'tensor' is 'two'"),
+        (
+            {"tensor_parallel_size": "two"},
+            r"in 'parallel': option 'tensor' is 'two'.*\('tensor_parallel_size' sets it\)$",
+        ),
+        (
+            {"tensor_parallel_size": 2, "parallel": {"stages": 0}},
+            "'tensor_parallel_size' is given, and 'parallel' too: ",
+        ),
+        ({"enforce_eager": True, "parallel": {"stages": 0}}, "in 'parallel': option 'stages' is 0: [^(]*$"),
     ],
 )
 def test_what_is_refused_says_why_and_what_to_do(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _config(**options)
+    if "seed" not in options:  # which only `LLM` has
+        with pytest.raises(ConfigError, match=message):
+            LLM("demo", **options)
 
 
 def test_sampling_parameters_that_ask_for_nothing() -> None:
