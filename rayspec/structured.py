@@ -13,6 +13,7 @@ from rayspec.errors import ConfigError
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 THINK, END_OF_THINK = "<think>", "</think>"
+CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")  # of gpt-oss, around its reasoning and its answer
 THINKING = ("deepseek_r1", "qwen3")  # values of option reasoning_parser whose models write these
 MOST_TOKENS_OF_THINK = 16  # with what stands around them at the end of a prompt
 _MAX_CHARACTERS = 1 << 18
@@ -28,7 +29,8 @@ class StructuredOutputsParams:
     disable_any_whitespace: JSON on one line, with no space except after "," and ":"; then more of it is known
     beforehand, which is faster. whitespace_pattern: a regular expression of the space between two parts of JSON; by
     default one space, or a line break and at most 32 spaces or tabs. disable_additional_properties: an object has only
-    the properties that the schema names. reasoning: what may stand before the form, see `after`.
+    the properties that the schema names. reasoning: what may stand before the form, see `after`; "channels": the form
+    is the answer of gpt-oss, in its last channel.
 
     Raises ConfigError for none or several forms, and for a value of another type. The engine compiles the form, and
     fails the request if that is impossible.
@@ -42,7 +44,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
-    reasoning: Literal["before", "inside"] | None = None
+    reasoning: Literal["before", "inside", "channels"] | None = None
     structural_tag: str | None = None
 
     def __post_init__(self) -> None:
@@ -93,8 +95,8 @@ def _check_options(form: StructuredOutputsParams) -> None:
     for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
         if not isinstance(getattr(form, name), bool | None):
             raise _wrong(name, getattr(form, name), "true or false")
-    if form.reasoning not in (None, "before", "inside"):
-        raise _wrong("reasoning", form.reasoning, "'before', 'inside' or nothing")
+    if form.reasoning not in (None, "before", "inside", "channels"):
+        raise _wrong("reasoning", form.reasoning, "'before', 'inside', 'channels' or nothing")
 
 
 def _schema_text(schema: Any) -> str:

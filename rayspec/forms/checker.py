@@ -47,7 +47,8 @@ _SAID = {
     "supported only where no value has two of its forms: write anyOf",
     "lexer error: too many expressions constructed": "too many expressions constructed: make its repetitions shorter",
 }
-_TOKENS = re.compile(r"<\[(\^?)[\d\s,-]+\]>")  # by their ids, in Lark's syntax
+# In Lark's syntax: texts, expressions and comments, which are left as they are, and tokens by their ids or names.
+_TOKENS = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|#)[^\n]*|/(?:[^/\\\n]|\\.)+/|<(\[\^)?[^<>\n]+>')
 _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
 
 
@@ -161,7 +162,7 @@ def _compile(form: dict[str, Any], most_s: float, results: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         grammar = _after_reasoning(_grammar_of(form), form["reasoning"], form["marks"])
-        checked = _TOKENS.sub(r"<[\g<1>0]>", grammar)  # the tokenizer here has 262 tokens; one costs as much as another
+        checked = json.dumps({"grammars": list(map(_with_one_token, _parts(grammar)))})
         matcher = LLMatcher(LLTokenizer("byte"), checked, log_level=0, limits=parser_limits(grammar))
         problem = without_state(matcher.get_error())
     except MemoryError:
@@ -199,20 +200,36 @@ def _grammar_of(form: dict[str, Any]) -> str:
 
 def _after_reasoning(grammar: str, reasoning: str | None, marks: Mapping[str, int]) -> str:
     """Return the grammar of reasoning and then the form. reasoning: as in StructuredOutputsParams. marks: the tokens
-    <think> and </think> where the tokenizer has them, which are no text for llguidance; they may be spelled, too."""
+    around reasoning that the tokenizer has, which are no text for llguidance; <think> and </think> may be spelled."""
     if reasoning is None:
         return grammar
-    (form,) = json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+    (form,) = _parts(grammar)
     begin = f'("<think>" | <[{marks["<think>"]}]>)' if "<think>" in marks else '"<think>"'
     end = f" | TEXT <[{marks['</think>']}]>" if "</think>" in marks else ""
     thought = f"(spelled{end}) SPACE"
-    rules = (
-        f"start: {thought} @form" if reasoning == "inside" else f"start: ({begin} {thought})? @form",
-        r'spelled[suffix="</think>"]: /(.|\n)*/',
-        r"TEXT: /(.|\n)*/",
-        r"SPACE: /[ \t\r\n]{0,8}/",
-    )
-    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**form, "name": "form"}]})
+    rules = {"inside": f"start: {thought} @form", "before": f"start: ({begin} {thought})? @form"}
+    if reasoning == "channels":
+        channel, message, end, start = (
+            f"<[{marks[mark]}]>" if mark in marks else json.dumps(mark)
+            for mark in ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+        )
+        thought = f'{channel} /analysis|commentary/ {message} TEXT {end} {start} "assistant"'
+        rules[reasoning] = f'start: ({thought})* {channel} "final" {message} @form'
+    shared = (r'spelled[suffix="</think>"]: /(.|\n)*/', r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]{0,8}/")
+    lark = "\n".join((rules[reasoning], *shared))
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**form, "name": "form"}]})
+
+
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    return json.loads(grammar)["grammars"] if grammar.lstrip().startswith("{") else [{"lark_grammar": grammar}]
+
+
+def _with_one_token(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a grammar with one token in place of any: the tokenizer here has 262, and one costs as much as another."""
+    if not part.get("lark_grammar"):
+        return part
+    lark = _TOKENS.sub(lambda found: f"<{found[1] or '['}0]>" if found[0][0] == "<" else found[0], part["lark_grammar"])
+    return {**part, "lark_grammar": lark}
 
 
 def _place_of(schema: dict[str, Any], problem: str) -> str:

@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rayspec.errors import ConfigError, GrammarError, naming_the_extra
 from rayspec.forms.checker import MOST_S, QUICK_S, FormChecker, parser_limits, without_state
-from rayspec.structured import END_OF_THINK, FORMS, THINK, StructuredOutputsParams
+from rayspec.structured import CHANNELS, END_OF_THINK, FORMS, THINK, StructuredOutputsParams
 
 if TYPE_CHECKING:  # an extra
     from llguidance import LLMatcher, LLTokenizer
@@ -237,7 +237,7 @@ class Grammars:
                 if not isinstance(tokenizer, PreTrainedTokenizerFast):
                     raise ConfigError("the engine has no fast tokenizer, which a form of the output needs")
                 added = tokenizer.added_tokens_decoder.items()
-                self._marks = {str(token): at for at, token in added if str(token) in (THINK, END_OF_THINK)}
+                self._marks = {str(token): at for at, token in added if str(token) in (THINK, END_OF_THINK, *CHANNELS)}
                 num_tokens = max(self._vocab_size, len(tokenizer))
                 eos = [token for token in self._eos_token_ids if 0 <= token < num_tokens]
                 self._tokenizer = from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=eos or None)

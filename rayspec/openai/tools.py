@@ -14,7 +14,7 @@ from rayspec.openai.parsers import HERMES, CallParser, HarmonyParser, ToolFormat
 from rayspec.openai.protocol import InvalidRequestError
 from rayspec.openai.requests import ChatRequest
 from rayspec.prompts import Rendering, chat_template
-from rayspec.structured import StructuredOutputsParams
+from rayspec.structured import END_OF_THINK, THINK, StructuredOutputsParams
 from rayspec.types import ConfigError
 
 # As most chat templates have it, and templates of transformers write JSON.
@@ -135,15 +135,25 @@ class ToolUse:
         elif self.content is not None:
             rules.append("start: calls | content")
         elif form.may_be_bare:
-            rules += ["start: calls | OTHER", r"OTHER: /\s*([^\s{](.|\n)*)?/"]
+            rules += [f"start: {self._thought} (calls | OTHER)", r"OTHER: /\s*([^\s{](.|\n)*)?/"]
         else:
             after = self._literal((form.many_opens + form.opens).removeprefix(form.begin))
             many = more if form.many_opens else ""
             begin = f"TEXT {self._literal(form.begin)}"
             rules += ["begun: " + begin] if form.begin in self.added else ["begun[lazy]: " + begin]
             closes = f"{self._literal(form.closes)} {many} {self._literal(form.many_closes)}"
-            rules += [f"found: begun {after} ({one}) {closes}", f"start: found{'*' if self.is_parallel else '?'} TEXT"]
+            found = f"found{'*' if self.is_parallel else '?'}"
+            rules += [f"found: begun {after} ({one}) {closes}", f"start: {self._thought} {found} TEXT"]
         return "\n".join(rules)
+
+    @property
+    def _thought(self) -> str:
+        """The rule of reasoning before any text, whose marks are no text in a grammar where they are tokens. The prompt
+        may have begun it; where calls begin with text, that would let any text through."""
+        if not {THINK, END_OF_THINK} <= self.added.keys():
+            return ""
+        begun = "?" if self.form.begin in self.added and not self.form.may_be_bare else ""
+        return f"(<[{self.added[THINK]}]>{begun} TEXT <[{self.added[END_OF_THINK]}]>)?"
 
     def _rules_of_arguments(self, at: int, schema: Mapping[str, Any]) -> Iterator[str]:
         name = f"arguments_{at}"

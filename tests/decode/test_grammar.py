@@ -1,5 +1,6 @@
 """Outputs with a form: they have it, and they are those of plain decoding, whatever is drafted."""
 
+import copy
 import dataclasses
 import gc
 import json
@@ -35,6 +36,7 @@ from rayspec.forms.checker import FormChecker
 from rayspec.forms.grammar import Constraint, Grammars
 from rayspec.model.sublayers import Decomposition
 from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
+from rayspec.structured import CHANNELS
 from rayspec.types import Request, RequestOutput
 from tests.decode.samplers import sampler_of
 from tests.decode.test_losslessness import LookingUp
@@ -271,6 +273,43 @@ def test_reasoning_comes_before_a_form(form: dict[str, Any]) -> None:
         assert bool(constraint.error) == (ends is None), text
         if ends is not None:
             assert (_bits(constraint, ()) == {EOS}) == ends, text
+
+
+def _is_taken(form: StructuredOutputsParams, text: str, marks: Sequence[str] = ()) -> bool:
+    """Whether the text has the form, to its end. marks: special tokens."""
+    tokenizer = copy.deepcopy(demo_tokenizer())
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    grammars = Grammars(lambda: tokenizer, vocab_size=len(tokenizer), eos_token_ids=[EOS], patience_s=60)
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    state = grammars.compiled(form).result().initial.deep_copy()
+    return state.try_consume_tokens(tokens) == len(tokens) and state.is_accepting()
+
+
+@pytest.mark.parametrize("form", FORMS_OF_A, ids=lambda form: next(iter(form)))
+def test_a_form_is_the_answer_of_gpt_oss(form: dict[str, Any]) -> None:
+    """In its last channel, after its reasoning."""
+    asked = StructuredOutputsParams(**form, reasoning="channels")
+    answer, thought = f"<|channel|>final<|message|>{FORM_OF_A}", "<|channel|>analysis<|message|>Hm, {<|end|>"
+    thought += "<|start|>assistant"
+    for text, is_taken in (
+        (answer, True),
+        (thought + answer, True),
+        (thought + thought.replace("analysis", "commentary") + answer, True),
+        (FORM_OF_A, False),
+        (thought, False),
+        (thought + FORM_OF_A, False),
+        (answer.replace("1", "x"), False),
+    ):
+        assert _is_taken(asked, text, CHANNELS) == is_taken, text
+
+
+@pytest.mark.parametrize("name", ["<mark>", "<|mark|>"])
+def test_a_grammar_names_tokens_of_the_model(name: str) -> None:
+    form = StructuredOutputsParams(grammar=f'start: "<a>" {name} /<b>"/ {name}? // "<c> {name}\n # <d>')
+    for text, is_taken in ((f'<a>{name}<b>"', True), (f'<a>{name}<b>"{name}', True), ('<a><b>"', False)):
+        assert _is_taken(form, text, [name]) == is_taken, text
+    with pytest.raises(GrammarError, match=r"^structured_outputs.grammar: .*<no\|token>"):
+        _is_taken(StructuredOutputsParams(grammar='start: "a" <no|token>'), "a")
 
 
 def test_a_model_thinks_in_tokens_of_its_own_and_then_has_its_form(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rayspec.openai.parsers import HERMES as HERMES_FORM
 from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest
 from rayspec.openai.tools import ToolUse
-from tests.demo_model import shallow_demo
+from tests.demo_model import demo_tokenizer, shallow_demo
 from tests.openai.conftest import OPTIONS
 from tests.openai.scripted import ScriptedEngine, joined, streamed_events, whole_answer
 from tests.tool_templates import HERMES, tokenizer_with
@@ -161,6 +161,25 @@ def test_strict_functions_are_called_with_their_schema_only(engine: AsyncEngine,
         text = f"{'<|channel|>final<|message|>' if form.has_channels else ''}So, there is <no> call [in it]."
         others = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert compiled.result().initial.deep_copy().validate_tokens(others) == len(others)
+
+
+@pytest.mark.parametrize("begin", ["<think>Hm, 1 < 2.</think>", "Hm.</think>", "</think>", ""])
+def test_a_model_thinks_before_a_strict_call(begin: str) -> None:
+    """In tokens of its own, as Qwen3 does, also without a parser of reasoning. The prompt may have begun it."""
+    tokenizer = copy.deepcopy(demo_tokenizer())
+    tokenizer.add_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+    added = {str(token): number for number, token in tokenizer.added_tokens_decoder.items()}
+    tools = ChatRequest.parse(CHAT | {"tools": [{"type": "function", "function": WEATHER | {"strict": True}}]}).tools
+    assert tools is not None
+    use = ToolUse(
+        tools=tools, called=tools, form=HERMES_FORM, is_forced=False, is_parallel=True, is_known=True, added=added
+    )
+    grammars = Grammars(lambda: tokenizer, vocab_size=len(tokenizer), eos_token_ids=(1,))
+    initial = grammars.compiled(use.sampling["structured_outputs"]).result().initial
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": %d}}\n</tool_call>'
+    for rest, is_taken in ((call % 3, True), (f"So: {call % 3}\n{call % 9}", True), ("No.", True), (call % 30, False)):
+        tokens = tokenizer(begin + rest, add_special_tokens=False)["input_ids"]
+        assert (initial.deep_copy().validate_tokens(tokens) == len(tokens)) == is_taken, rest
 
 
 class Echo(ScriptedEngine):
