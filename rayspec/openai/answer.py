@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_t
 from rayspec.openai.tools import ToolUse
 from rayspec.prompts import REASONING, Rendering, chat_template
 from rayspec.structured import MOST_TOKENS_OF_THINK, THINK
-from rayspec.types import ConfigError, EmptyPromptError, GrammarError, RequestOutput
+from rayspec.types import ConfigError, EmptyPromptError, RequestError, RequestOutput
 
 if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
@@ -73,11 +74,14 @@ async def respond(
     the response's id.
     background: the request runs behind other requests, within this limit. logprobs: see `LOGPROBS_AT_ONCE`.
     """
-    engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
-    async with _room_for(request, prompts, logprobs):
-        tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
-        try:
-            outputs = await asyncio.gather(*tasks)
+    with _named_by(request):
+        engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
+        async with _room_for(request, prompts, logprobs):
+            tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
+            try:
+                outputs = await asyncio.gather(*tasks)
+            finally:
+                await end_tasks(tasks)
             rows = [row for one in outputs for completion in one.outputs for row in completion.logprobs or ()]
             size = sum(len(row or ()) for row in rows)
             of_prompts = [(one, row) for one in outputs for row in one.prompt_logprobs or ()]
@@ -85,10 +89,6 @@ async def respond(
             size += sum(len(one.outputs) * len(one.prompt_token_ids) for one in outputs) * _shows_prompts(request)
             size += sum(len(completion.text) for one in outputs for completion in one.outputs)  # parsers read the texts
             return await in_thread_if_large(partial(answer.whole, outputs), size)
-        except GrammarError as error:
-            raise request.refusal(error) from error
-        finally:
-            await end_tasks(tasks)
 
 
 async def stream(
@@ -105,7 +105,8 @@ async def stream(
     """Run a request like `respond`, and yield the response as server-sent events, at least once. An error before the
     first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
     interval_s: shortest time between two outputs of a prompt, see `PieceQueue`."""
-    engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
+    with _named_by(request):
+        engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
     num_running, has_begun = len(prompts), False
     together = _stream_together(engine, prompts, interval_s)
     async with _room_for(request, prompts, logprobs), aclosing(together) as pieces:
@@ -117,10 +118,19 @@ async def stream(
                     yield b"".join(map(event, chunks)) + (b"" if num_running else answer.end_of_events)
                     has_begun = True
         except Exception as problem:
-            error = request.refusal(problem) if isinstance(problem, GrammarError) else problem
+            error = request.told(problem) if isinstance(problem, RequestError) else problem
             if not has_begun:
                 raise error from problem
             yield event(failure(error)) + END_OF_EVENTS
+
+
+@contextmanager
+def _named_by(request: Request) -> Iterator[None]:
+    """Raise errors of the request by the names that its body has."""
+    try:
+        yield
+    except RequestError as error:
+        raise request.told(error) from None
 
 
 async def _prepared(
@@ -145,6 +155,8 @@ async def _prepared(
     needed = {} if tool_use is None else tool_use.sampling
     if style == HARMONY:
         needed["skip_special_tokens"] = False  # they divide the text
+        if tool_use is None and request.form is not None and request.rendering.add_generation_prompt:
+            needed["structured_outputs"] = replace(request.form[1], reasoning="channels")
     prompts = await _prompts(request, engine, tool_use, needed, dropped)
     of_calls = None if tool_use is None else tool_use.parser
     make_parser: Callable[[], OutputParser] | None = of_calls
@@ -175,7 +187,8 @@ async def _prompts(
         given: Any = prompt if tool_use is None else tool_use.messages(prompt)
         if dropped:
             given = [{name: message[name] for name in message if name not in dropped} for message in given]
-        work = partial(_tokens, given, engine, rendering, is_cut=is_cut)
+        num_added = 0 if tool_use is None else len(given) - len(prompt)
+        work = partial(_tokens, given, engine, rendering, is_cut=is_cut, num_added=num_added)
         token_ids = await in_thread_if_large(work, num_characters)
         token_ids = request.cut(token_ids, engine.max_model_len)
         room = max(1, (info.config.kv_cache_tokens or engine.max_model_len) - len(token_ids))
@@ -227,8 +240,8 @@ def _room_for(request: Request, prompts: Sequence[Prompt], logprobs: Limit | Non
     return nullcontext() if logprobs is None or count <= _FEW_LOGPROBS else logprobs.admit(count, room=count)
 
 
-def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, *, is_cut: bool) -> list[int]:
-    token_ids = prompt if is_token_ids(prompt) else prompt_tokens(engine, prompt, rendering, is_cut=is_cut)
+def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, **options: Any) -> list[int]:
+    token_ids = prompt if is_token_ids(prompt) else prompt_tokens(engine, prompt, rendering, **options)
     if not token_ids:
         raise EmptyPromptError("the prompt has zero tokens: give it some text")
     return token_ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,7 +13,7 @@ from pydantic import Field
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from rayspec.errors import GrammarError, RequestError
+from rayspec.errors import RequestError
 from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody
 from rayspec.openai.requests import ONLY_TIER, ChatRequest
 from rayspec.openai.responses import Answer, StreamEvent, Usage
@@ -121,7 +122,7 @@ class ResponsesBody(StrictBody):
         return {
             **(self.model_extra or {}),
             "model": self.model,
-            "messages": self._messages(),
+            "messages": [message for message, _ in self.messages()],
             "max_completion_tokens": self.max_output_tokens,
             "response_format": _nested(form, "json_schema") if form.get("type") == "json_schema" else form,
             "reasoning_effort": self.reasoning.effort,
@@ -131,11 +132,12 @@ class ResponsesBody(StrictBody):
             "top_logprobs": self.top_logprobs,
         }
 
-    def _messages(self) -> list[dict[str, Any]]:
-        """Return the input as messages. The items of an answer are of one message: reasoning, text, and calls."""
-        messages: list[dict[str, Any]] = []
+    def messages(self) -> list[tuple[dict[str, Any], dict[str, str]]]:
+        """Return the input as messages, each with the places in the body from which its fields are. The items of an
+        answer are of one message: reasoning, text, and calls. Raises InvalidRequestError."""
+        messages: list[tuple[dict[str, Any], dict[str, str]]] = []
         if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
+            messages.append(({"role": "system", "content": self.instructions}, {"content": "instructions"}))
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         for at, item in enumerate(items):
             place, kind = f"input.{at}", item.get("type", "message" if "role" in item else None)
@@ -153,17 +155,21 @@ class ResponsesBody(StrictBody):
             elif kind == "reasoning":
                 parts = [_content(item, name, place) for name in ("content", "summary") if name in item]
                 text = "\n".join(part["text"] for part in itertools.chain(*parts))
+                if not text:  # it has another server's encrypted content
+                    continue
                 message = {"role": "assistant", "reasoning_content": text}
             else:
                 remedy = "nothing is stored here; send the item itself" if kind == "item_reference" else "leave it out"
                 raise _invalid(f"{place}.type", f"{kind!r}: not supported here; {remedy}")
-            last = messages[-1] if messages else {}
+            last, places = messages[-1] if messages else ({}, {})
+            found = dict.fromkeys(message, "input" if isinstance(self.input, str) else place)
             may_join = kind == "function_call" or (kind == "message" and last.keys() == {"role", "reasoning_content"})
             if may_join and last.get("role") == message["role"] == "assistant":
                 message["tool_calls"] = last.get("tool_calls", []) + message.get("tool_calls", [])
                 last |= message
+                places |= found | places
             else:
-                messages.append(message)
+                messages.append((message, found))
         return messages
 
 
@@ -193,14 +199,16 @@ def _nested(flat: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"type": flat["type"], name: {key: value for key, value in flat.items() if key != "type"}}
 
 
-def _told_here(error: RequestError) -> RequestError:
-    """Return an error of the chat request with the names of this body."""
+def _told_here(error: RequestError, asked: ResponsesBody) -> RequestError:
+    """Return an error of the chat request with the names of the body."""
     if not isinstance(error, InvalidRequestError) or error.param is None:
         return error
     param = error.param.replace(".function", "") if error.param.startswith("tools.") else error.param
+    if (of_message := re.match(r"messages\.(\d+)(?:\.(\w+))?", param)) is not None:
+        param = asked.messages()[int(of_message[1])][1].get(of_message[2] or "role", "input")
     there = next((name for name in _HERE if param == name or param.startswith(f"{name}.")), "")
     param = _HERE.get(there, "") + param[len(there) :]
-    message = str(error).replace(error.param, param, 1)
+    message = str(error).replace(error.param, param, 1).replace('"function": {"name": ...}', '"name": ...')
     return InvalidRequestError(message, param=param, code=error.code, status=error.status)
 
 
@@ -215,10 +223,10 @@ class ResponsesRequest(ChatRequest):
         try:
             return super().parse(asked.chat() | {"asked": asked})
         except InvalidRequestError as error:
-            raise _told_here(error) from None
+            raise _told_here(error, asked) from None
 
-    def refusal(self, error: GrammarError) -> RequestError:
-        return _told_here(super().refusal(error))
+    def told(self, error: RequestError) -> RequestError:
+        return _told_here(super().told(error), self.asked)
 
 
 class ItemAnswer(Answer):

@@ -220,6 +220,10 @@ class GenerationRequest(StrictBody):
         """The form that the body asks its output to have, with the field that has it. Raises PydanticCustomError."""
         return asked_form(self._given)
 
+    def told(self, error: RequestError) -> RequestError:
+        """Return an error by the names that this body has."""
+        return self.refusal(error) if isinstance(error, GrammarError) else error
+
     def refusal(self, error: GrammarError) -> RequestError:
         """Return the error of the output's form by the name that this body has for the form."""
         if self.form is None:
@@ -377,7 +381,6 @@ class CompletionRequest(GenerationRequest):
     refused: ClassVar[Refusals] = {
         **_OF_VLLM,
         "add_special_tokens": (True,),
-        "best_of": (1,),
         "return_spec_decode_metrics": (False,),
         "service_tier": ONLY_TIER,
         "suffix": ("",),
@@ -386,6 +389,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | TokenIds | Annotated[list[str], _FEW_PROMPTS] | Annotated[list[TokenIds], _FEW_PROMPTS]
     logprobs: Annotated[int, Field(ge=0, le=_MAX_LOGPROBS)] | None = None
     echo: bool = False
+    best_of: int | None = None
 
     @field_validator("prompt", mode="wrap")
     @classmethod
@@ -400,6 +404,12 @@ class CompletionRequest(GenerationRequest):
         if valid == []:
             raise PydanticCustomError("invalid_value", "it must be text, token ids, or a list of texts or of token ids")
         return valid
+
+    @model_validator(mode="after")
+    def _best_of_all(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise invalid("best_of", "only as many as n are generated: leave it out")
+        return self
 
     @property
     def num_prompts(self) -> int:

@@ -66,10 +66,11 @@ in_thread_if_large = LargeWork(2).run
 
 
 def prompt_tokens(
-    engine: AsyncEngine, prompt: str | Messages, rendering: Rendering, *, is_cut: bool = False
+    engine: AsyncEngine, prompt: str | Messages, rendering: Rendering, *, is_cut: bool = False, num_added: int = 0
 ) -> list[int]:
-    """Return the tokens of a text or a conversation. is_cut: only their end is used. Raises RequestError, which names
-    the field of a message, and PromptTooLongError before all of a text that is much too long is tokenized."""
+    """Return the tokens of a text or a conversation. is_cut: only their end is used. num_added: first messages, which
+    the client did not send. Raises RequestError, which names the field of a message, and PromptTooLongError before all
+    of a text that is much too long is tokenized."""
     try:
         num_characters = len(prompt) if isinstance(prompt, str) else _num_characters(prompt, rendering)
         most = _CHARACTERS_PER_TOKEN * engine.max_model_len
@@ -86,7 +87,9 @@ def prompt_tokens(
             return text_tokens(prompt, engine.tokenizer)
         return engine.llm.chat_tokens(prompt, rendering)
     except InvalidMessageError as error:
-        raise InvalidRequestError(str(error), param=f"messages.{error.field}", code=error.code) from None
+        at, *rest = error.field.split(".")
+        param = ".".join(["messages", str(int(at) - num_added), *rest])
+        raise InvalidRequestError.of(param, error.problem, code=error.code) from None
     except ConfigError as error:
         raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
 

@@ -120,6 +120,11 @@ def test_items_become_the_messages_of_a_chat() -> None:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "the server runs no tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "pattern"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "no function 'x'"),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            '"required" or {"type": "function", "name": ...}',
+        ),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "schema"),
         ({"metadata": {"a": "b" * 2**20}}, "metadata", "at most 1048576 here"),  # each event repeats them
@@ -131,6 +136,46 @@ def test_a_bad_request_says_where(changes: dict[str, Any], param: str, message: 
         request = ResponsesRequest.parse(ASKED | changes)
         request.sampling_params(5)
     assert caught.value.param == param
+
+
+SAID = {"role": "assistant", "content": "x"}
+PLAIN = "{% for one in messages %}{{ one.role }}: {{ one.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("items", "changes", "place"),
+    [
+        ([{"role": "user", "content": "x"}, CALL], {}, "input.1"),
+        ([{"role": "user", "content": "x"}, CALL], {"instructions": "Be brief."}, "input.1"),
+        ([SAID, CALL, CALL], {"instructions": "Be brief."}, "input.1"),
+        ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}, SAID], {}, "input.0"),
+        ([SAID, {"type": "reasoning", "summary": [{"type": "summary_text", "text": "x"}]}, CALL], {}, "input.2"),
+        (
+            [{"role": "user", "content": "x"}, CALL],
+            {"tools": [TOOL], "tool_choice": NAMED},  # told in a system message, which the client did not send
+            "input.1",
+        ),
+    ],
+)
+def test_an_item_that_the_template_does_not_know_is_named(
+    engine: AsyncEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    items: list[dict[str, Any]],
+    changes: dict[str, Any],
+    place: str,
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", PLAIN)
+    for read in (whole_answer, streamed_events):
+        with pytest.raises(InvalidRequestError, match="the model's chat template has no such field") as caught:
+            read(ResponsesRequest.parse(ASKED | {"input": items} | changes), engine)
+        assert caught.value.param == place
+        assert str(caught.value).startswith(f"{place}: ")
+
+
+def test_reasoning_that_cannot_be_read_here_is_left_out() -> None:
+    items = [{"role": "user", "content": "x"}, {"type": "reasoning", "summary": [], "encrypted_content": "abc"}]
+    (message,) = ResponsesRequest.parse(ASKED | {"input": items}).messages
+    assert message.for_template == {"role": "user", "content": "x"}
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused_with_its_place(engine: AsyncEngine) -> None:

@@ -173,6 +173,17 @@ def test_channels_are_items_of_the_responses_api() -> None:
     assert events[-1]["response"]["output"] == whole["output"]
 
 
+def test_a_form_of_gpt_oss_is_that_of_its_answer() -> None:
+    engine = Says(f"{THINKS}<|channel|>final<|message|>{{}}", "openai_gptoss")
+    form = {"response_format": {"type": "json_object"}}
+    whole = whole_answer(ChatRequest.parse({"model": "m", "messages": messages("x"), **form}), engine)
+    assert whole["choices"][0]["message"]["content"] == "{}"
+    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    whole_answer(ChatRequest.parse({"model": "m", "messages": messages("x"), **form, **going_on}), engine)
+    forms = [one.structured_outputs for one in engine.asked]
+    assert [one and one.reasoning for one in forms] == ["channels", None]
+
+
 def test_only_the_format_of_gpt_oss_is_found_without_a_name() -> None:
     assert reasoning_style("a<|channel|>analysis<|message|>", None) == "openai_gptoss"
     assert reasoning_style("<think>", None) is None

@@ -96,6 +96,7 @@ def test_fields_that_change_no_text_are_taken() -> None:
     }  # fmt: skip
     assert params_of(CHAT | ignored | asks_for_nothing) == params_of(CHAT)
     assert params_of(TEXT | ignored | {"best_of": 1, "suffix": "", "echo": False}) == params_of(TEXT)
+    assert params_of(TEXT | {"n": 2, "best_of": 2}) == params_of(TEXT | {"n": 2})
 
 
 def test_a_chat_without_a_limit_has_the_checkpoints() -> None:
@@ -141,6 +142,7 @@ def test_the_output_must_fit_the_context() -> None:
         (CHAT, {"stream_options": {}}, "stream_options", "invalid_value", "stream: true"),
         (CHAT, {"model": None}, "model", "missing_required_parameter", "required"),
         (CHAT, {"messages": [{"role": "u", "content": ""}]}, "messages.0.role", "invalid_value", "assistant"),
+        *((TEXT, {"n": 2, "best_of": one}, "best_of", "invalid_value", "only as many as n") for one in (1, 3)),
         (TEXT, {"suffix": "x"}, "suffix", "unsupported_parameter", "not supported"),
         (CHAT, {"priority": 5}, "priority", "unsupported_parameter", "not supported"),
         (TEXT, {"use_beam_search": True}, "use_beam_search", "unsupported_parameter", "not supported"),
