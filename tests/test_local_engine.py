@@ -77,7 +77,7 @@ def test_a_model_that_is_too_large_is_an_error_with_a_remedy(
 
 def test_a_span_has_copies_of_its_own_sublayers() -> None:
     parts = modules_of(checkpoint("llama"))
-    sizes = quantised_bytes(parts.config, "int4")
+    sizes = quantised_bytes(parts.config, "int4", on_cpu=True)
     most = draft_head_bytes(parts, "int4") + sum(sizes) // 2
     half = config(choices=("int4",), extra_weight_bytes=most)
     assert copies_for_drafts(half, parts) == []

@@ -278,10 +278,12 @@ def _max_places(config: EngineConfig, max_model_len: int) -> int:
 def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weights]:
     """Return the quantised copies that drafts want and `extra_weight_bytes` allows, the smallest first. On a GPU,
     copies need the operators `rayspec::*`."""
+    on_cpu = parts.device.type == "cpu"
     by_weights = {
-        weights: draft_head_bytes(parts, weights) + sum(copy_bytes(one, weights) for one in parts.sublayers)
+        weights: draft_head_bytes(parts, weights)
+        + sum(copy_bytes(one, weights, on_cpu=on_cpu) for one in parts.sublayers)
         for weights in config.speculation.draft_weights
-        if parts.device.type == "cpu" or has_kernels(config, parts)
+        if on_cpu or has_kernels(config, parts)
     }
     return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 

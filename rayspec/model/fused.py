@@ -176,7 +176,8 @@ def draft_head_bytes(parts: Decomposition, weights: Weights) -> int:
     if not can_copy(weights, head.in_features):
         return own_bytes
     of_shortlist = bfloat16_bytes if has_blocked_layout(head.weight) and not _is_tied(parts) else 0
-    return own_bytes + num_bytes(weights, *head.weight.shape) + of_shortlist
+    on_cpu = head.weight.device.type == "cpu"
+    return own_bytes + num_bytes(weights, *head.weight.shape, on_cpu=on_cpu) + of_shortlist
 
 
 def _may_halve(head: nn.Linear) -> bool:

@@ -394,14 +394,14 @@ def has_int8_products(device: torch.device) -> bool:
     )
 
 
-def num_bytes(weights: Weights, num_rows: int, num_columns: int) -> int:
-    """Return the bytes of a quantised copy of a matrix that `can_copy`. On a GPU the int4 copy has fewer groups, and in
-    float32 larger scales."""
+def num_bytes(weights: Weights, num_rows: int, num_columns: int, *, on_cpu: bool) -> int:
+    """Return the bytes of a quantised copy of a matrix that `can_copy`. On a GPU, where the int4 copy has fewer groups
+    and no padding, it is in 16 bits: in float32 its scales are larger."""
     if weights == "int8":
         return num_rows * (num_columns + torch.float32.itemsize)
-    num_groups = num_columns // _GROUP
-    padded_rows = num_rows + -num_rows % _ROW_MULTIPLE
-    return padded_rows * (num_columns // 2 + num_groups * 2 * torch.bfloat16.itemsize)
+    num_groups = num_columns // next(size for size in ((_GROUP,) if on_cpu else _GPU_GROUPS) if num_columns % size == 0)
+    num_rows += -num_rows % _ROW_MULTIPLE if on_cpu else 0
+    return num_rows * (num_columns // 2 + num_groups * 2 * torch.bfloat16.itemsize)
 
 
 def can_copy(weights: Weights, num_columns: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,13 +20,13 @@ from rayspec.model.kv_cache import LayerShape, bytes_per_slot
 from rayspec.model.layer_bytes import Flow, decoder_layers, layer_bytes, layer_flow
 from rayspec.model.matrices import can_copy, num_bytes
 from rayspec.model.sublayers import Decomposition, Sublayer, window_of
-from rayspec.model.weights import in_one_line, quantiser_settings
+from rayspec.model.weights import format_of_weights, in_one_line, quantiser_settings
 from rayspec.types import ConfigError, UnsupportedModelError
 
 Quantization = Literal["fp8", "int8", "int4"]
 
-# int4: 4 bits, and a 16-bit scale for each group of 128, as in GPTQ and AWQ. The 8-bit formats have fewer scales.
-BYTES_PER_LINEAR_WEIGHT: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+# int4: 4 bits, and a 32-bit scale for each group of 64, as in bitsandbytes; others have fewer or smaller scales.
+BYTES_PER_LINEAR_WEIGHT: dict[Quantization, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 4 / 64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,14 +91,16 @@ class ModelSizes:
         return self.norm_bytes + (0 if shared else self.head_bytes)
 
 
-def quantisation_of(config: EngineConfig, model: PretrainedConfig) -> Quantization | None:
-    """Return "int8" if a quantised linear weight has a byte (fp8 too), "int4" for half a byte, None for plain ones."""
+def quantisation_of(config: EngineConfig, model: PretrainedConfig, *, on_cpu: bool) -> Quantization | None:
+    """Return the type of quantised linear weights after the load, None for plain ones. Fewer than 4 bits count as int4,
+    unknown formats as int8. on_cpu: whether they are loaded to a CPU."""
     settings = quantiser_settings(config, model)
-    if not settings or settings.get("dequantize"):
+    name, is_plain = format_of_weights(settings, on_cpu=on_cpu)
+    if not settings or is_plain:
         return None
-    quant_type = str(settings.get("quant_type", ""))
-    is_4_bit = settings.get("load_in_4bit") or settings.get("bits") == 4 or "int4" in quant_type
-    return "int4" if is_4_bit else "int8"
+    said = f"{name} {settings.get('quant_type', '')} {settings.get('weights', '')}".lower()
+    has_few_bits = settings.get("load_in_4bit") or settings.get("bits") in (2, 3, 4) or re.search(r"int[24]|fp4", said)
+    return "fp8" if "fp8" in name else "int4" if has_few_bits else "int8"
 
 
 def rank_counts(config: PretrainedConfig) -> dict[str, int]:
@@ -121,14 +124,16 @@ def model_sizes(
     tensor: int = 1,
     draft_weights: Collection[Weights] = (),
     may_split: bool = True,
+    on_cpu: bool = False,
 ) -> ModelSizes:
     """Return the sizes of the causal LM that `config` describes.
 
-    dtype: type of keys, values and all weights. quantization: a smaller type for the matrices of the layers, including
-    a mixture's router; embedding, norms, biases and head stay in dtype.
+    dtype: type of keys, values and all weights. quantization: a smaller type for the matrices of the layers, but for
+    modules that the checkpoint excepts; embedding, norms, biases and head stay in dtype.
     tensor: ranks that share the layers' matrices and KV heads evenly. Each rank has all of the other weights.
     draft_weights: types of the quantised copies for drafts; a model with `quantization` gets no copies.
-    may_split: whether layers may be split into attention and MLP, if that is possible.
+    may_split: whether layers may be split into attention and MLP, if that is possible. on_cpu: whether it is on a CPU,
+    where copies are larger than on a GPU.
 
     Raises UnsupportedModelError if transformers has no causal LM for the config or the model has no list of layers, and
     ConfigError for a `tensor` that does not divide one of `rank_counts`.
@@ -167,6 +172,7 @@ def model_sizes(
     ends += [model.get_input_embeddings().weight] if tied else []
     size = dtype.itemsize
     linear_bytes = BYTES_PER_LINEAR_WEIGHT[quantization] if quantization else size
+    excepted = _excepted(model, config) if quantization else set()
     sizes = []
     for number, (layer, (token_bytes, sequence_bytes)) in enumerate(zip(layers, kept, strict=True)):
         sublayers = parts.sublayers[2 * number : 2 * number + 2] if parts is not None else ()
@@ -174,10 +180,11 @@ def model_sizes(
         sizes.append(
             LayerSizes(
                 sublayer_bytes=tuple(
-                    _bytes_of(each, size, linear_bytes, tensor) for each in weights or [list(layer.parameters())]
+                    _bytes_of(each, size, linear_bytes, tensor, excepted)
+                    for each in weights or [list(layer.parameters())]
                 ),
                 copy_bytes=sum(
-                    copy_bytes(one, each, tensor=tensor)
+                    copy_bytes(one, each, tensor=tensor, on_cpu=on_cpu)
                     for one in sublayers
                     for each in (draft_weights if quantization is None else ())
                 ),
@@ -193,21 +200,24 @@ def model_sizes(
         norm_bytes=_bytes_of((parameter for parameter in ends if parameter.ndim == 1), size, size),
         head_bytes=_bytes_of(head, size, size),
         tied=tied,
-        head_copy_bytes=_head_copy_bytes(model.get_output_embeddings(), draft_weights) if parts is not None else 0,
+        head_copy_bytes=_head_copy_bytes(model.get_output_embeddings(), draft_weights if parts else (), on_cpu=on_cpu),
         why_whole=why_whole,
         starts=flow.starts,
         embedding_everywhere=flow.reads_embedding,
     )
 
 
-def quantised_bytes(config: PretrainedConfig, weights: Weights, *, tensor: int = 1) -> tuple[int, ...]:
+def quantised_bytes(
+    config: PretrainedConfig, weights: Weights, *, tensor: int = 1, on_cpu: bool = False
+) -> tuple[int, ...]:
     """Return the bytes of each sublayer's quantised copy, in order, on one of `tensor` ranks, 0 for a layout without;
     nothing for a model that does not split. The check at load may leave out copies. Raises as `model_sizes`."""
     _, parts = _meta_model(config)
-    return tuple(copy_bytes(one, weights, tensor=tensor) for one in (parts.sublayers if parts is not None else ()))
+    sublayers = parts.sublayers if parts is not None else ()
+    return tuple(copy_bytes(one, weights, tensor=tensor, on_cpu=on_cpu) for one in sublayers)
 
 
-def copy_bytes(sublayer: Sublayer, weights: Weights, *, tensor: int = 1) -> int:
+def copy_bytes(sublayer: Sublayer, weights: Weights, *, tensor: int = 1, on_cpu: bool) -> int:
     """Return the bytes of a sublayer's quantised copies on one of `tensor` ranks, 0 if its layout has none. Ranks share
     the rows of the first matrix and the columns of the last."""
     try:
@@ -217,22 +227,45 @@ def copy_bytes(sublayer: Sublayer, weights: Weights, *, tensor: int = 1) -> int:
             sizes.append((last.out_features, last.in_features // tensor))
     except AttributeError:
         return 0
-    return sum(num_bytes(weights, rows, columns) for rows, columns in sizes if can_copy(weights, columns))
+    return sum(num_bytes(weights, *size, on_cpu=on_cpu) for size in sizes if can_copy(weights, size[1]))
 
 
-def _head_copy_bytes(head: nn.Module, draft_weights: Collection[Weights]) -> int:
-    """Return the bytes of the LM head's copy for drafts: it has the smallest type that they have. 0 if it has none."""
+def _excepted(model: nn.Module, config: PretrainedConfig) -> set[int]:
+    """Return the ids of the weights that a quantised checkpoint has in full. Names are matched as transformers does."""
+    settings = quantiser_settings(EngineConfig(model="sized"), config)
+    names = settings.get("modules_to_not_convert") or settings.get("llm_int8_skip_modules") or ()
+    is_named = re.compile(rf"(?:{'|'.join(names)})(?:(?<=\.)|(?=\.|$))").match
+    return {
+        id(weight)
+        for name, module in model.named_modules()
+        if names and (is_named(name) or name.endswith(tuple(names)))
+        for weight in module.parameters(recurse=False)
+    }
+
+
+def _head_copy_bytes(head: nn.Module, draft_weights: Collection[Weights], *, on_cpu: bool) -> int:
+    """Return the bytes of the LM head's copy for drafts, which has the smallest type that they have; on a CPU also of
+    the head in another memory layout. 0 if it has none."""
     weights: Weights = "int4" if "int4" in draft_weights else "int8"
     if not (draft_weights and isinstance(head, nn.Linear) and can_copy(weights, head.in_features)):
         return 0
-    return num_bytes(weights, head.out_features, head.in_features)
+    laid_out = head.weight.nbytes if on_cpu else 0
+    return laid_out + num_bytes(weights, head.out_features, head.in_features, on_cpu=on_cpu)
 
 
-def _bytes_of(parameters: Iterable[nn.Parameter], itemsize: int, linear_bytes: float, num_ranks: int = 1) -> int:
+def _bytes_of(
+    parameters: Iterable[nn.Parameter],
+    itemsize: int,
+    linear_bytes: float,
+    num_ranks: int = 1,
+    excepted: Collection[int] = (),
+) -> int:
     """Return the bytes on a rank: linear_bytes for each number of a matrix, which ranks share; itemsize for each of a
-    vector, which every rank holds in full."""
+    vector, which every rank holds in full. excepted: ids of matrices with itemsize for each number."""
     return sum(
-        math.ceil(each.numel() * linear_bytes / num_ranks) if each.ndim > 1 else each.numel() * itemsize
+        math.ceil(each.numel() * (itemsize if id(each) in excepted else linear_bytes) / num_ranks)
+        if each.ndim > 1
+        else each.numel() * itemsize
         for each in parameters
     )
 

@@ -14,7 +14,7 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -36,6 +36,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.import_utils import is_kernels_available
 
 from rayspec.config import EngineConfig
 from rayspec.machine import bytes_available, cpu_class
@@ -69,7 +70,7 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
             f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: fetch its config.json "
             "again, or name another model"
         ) from error
-    _become_plain(config, _PLAIN)
+    become_plain(config)
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
     config._attn_implementation = "eager"
     config = _text_part(config)
@@ -91,13 +92,15 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
 
 
 # Quantised formats whose weights become plain matrices at load, so that drafts can run them in part: those that
-# transformers would make plain at the first pass, and those for which it has no kernels on a CPU.
-_PLAIN, _PLAIN_ON_CPU = ("compressed-tensors",), ("fp8", "mxfp4")
+# transformers would make plain at the first pass, those for which it has no kernels on a CPU, and those for which it
+# takes kernels of a package.
+_PLAIN, _PLAIN_ON_CPU, _BY_PACKAGE = ("compressed-tensors",), ("fp8", "mxfp4"), ("mxfp4",)
 
 
-def _become_plain(config: PretrainedConfig, formats: Collection[str]) -> None:
-    """Let transformers make the weights of a checkpoint in one of these formats plain at load."""
+def become_plain(config: PretrainedConfig, *, on_cpu: bool = False) -> None:
+    """Let transformers make the weights of a checkpoint plain at load, if they are of a format that must be."""
     settings = getattr(config, "quantization_config", None)
+    formats = _PLAIN + (_PLAIN_ON_CPU if on_cpu else ()) + (() if is_kernels_available() else _BY_PACKAGE)
     if isinstance(settings, dict) and (settings.get("quant_method") in formats or can_unpack(settings)):
         settings["dequantize"] = True
 
@@ -108,14 +111,19 @@ def quantiser_settings(config: EngineConfig, found: PretrainedConfig) -> dict[st
     return dict(settings) if isinstance(settings, dict) else settings.to_dict()
 
 
+def format_of_weights(settings: Mapping[str, Any], *, on_cpu: bool) -> tuple[str, bool]:
+    """Return the name of a quantised format, and whether its weights become plain matrices at load."""
+    name = str(settings.get("quant_method", "quantised")).rpartition(".")[2].lower()
+    return name, bool(settings.get("dequantize")) or (on_cpu and name in _PLAIN_ON_CPU)
+
+
 def route_of_weights(config: EngineConfig, found: PretrainedConfig, *, on_cpu: bool) -> str:
     """Say what becomes of quantised weights at load; "" for a checkpoint without. found: of `load_config`. on_cpu:
     whether they are loaded to a CPU."""
     if find_gguf(config.model, config.revision) is not None:
         name, is_plain = "GGUF", True
     elif settings := quantiser_settings(config, found):
-        name = str(settings.get("quant_method", "quantised")).rpartition(".")[2].lower()
-        is_plain = bool(settings.get("dequantize")) or (on_cpu and name in _PLAIN_ON_CPU)
+        name, is_plain = format_of_weights(settings, on_cpu=on_cpu)
     else:
         return ""
     if not is_plain:
@@ -257,8 +265,7 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
     """
     described = load_config(config)
     device = resolve_device(config.device)
-    if device.type == "cpu":
-        _become_plain(described, _PLAIN_ON_CPU)
+    become_plain(described, on_cpu=device.type == "cpu")
     settings = getattr(described, "quantization_config", None)
     if isinstance(settings, dict) and can_unpack(settings):
         described.quantization_config = for_unpacking(settings)

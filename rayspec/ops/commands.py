@@ -20,6 +20,7 @@ from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.supported import supported, supported_table
 from rayspec.planning.latency import LatencyModel
+from rayspec.types import ConfigError
 
 app = typer.Typer()
 k8s = typer.Typer(
@@ -116,8 +117,10 @@ def examine(*, model: str | None = None, address: str | None = None, quick: bool
     """Run all checks of `rayspec doctor` that apply. model: a folder, a hub id, or "demo".
 
     address: address of a cluster, in the form of ray.init; None: RAY_ADDRESS. quick: check only this machine, measure
-    nothing, and take less than three seconds if it has no GPU.
+    nothing, and take less than three seconds if it has no GPU. Raises ConfigError for both.
     """
+    if quick and address is not None:
+        raise ConfigError(f"option 'address' is {address!r}, and 'quick' checks this machine only: remove one of them")
     findings, _ = machine.check_machine()
     place = None
     if model is not None:

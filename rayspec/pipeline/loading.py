@@ -41,7 +41,8 @@ def load_pipeline(
     CheckpointError, PlacementError, and UnsupportedModelError for a model whose layers stages cannot divide."""
     options = config.parallel or ParallelOptions()
     model = load_config(config)
-    sizes = _sizes(config, options, model, may_split=not why_whole)
+    num_gpus = gpus_per_shard(config, options)
+    sizes = _sizes(config, options, model, may_split=not why_whole, on_cpu=not num_gpus)
     why_undivided = why_whole or f"{model.model_type}: {_WHY_UNDIVIDED}"
     if not sizes.splits:
         config = for_undivided(config, why_undivided)
@@ -49,7 +50,7 @@ def load_pipeline(
             raise UnsupportedModelError(f"option 'tensor' is {options.tensor}: set it to 1, because {why_undivided}")
         if sizes.why_whole:
             raise UnsupportedModelError(f"{sizes.why_whole}, so it cannot be cut into stages: remove option 'parallel'")
-    num_gpus, window = gpus_per_shard(config, options), sizes.window if sizes.splits else None
+    window = sizes.window if sizes.splits else None
     info = model_info(config, model, with_tokenizer=with_tokenizer, on_cpu=not num_gpus)
     config = sized(config)
     blueprint = Blueprint(
@@ -147,7 +148,7 @@ def _started(blueprint: Blueprint) -> tuple[RayStages, LatencyModel | None]:
 
 
 def _sizes(
-    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, *, may_split: bool = True
+    config: EngineConfig, options: ParallelOptions, model: PretrainedConfig, *, may_split: bool = True, on_cpu: bool
 ) -> ModelSizes:
     """Return the sizes of one rank, with copies of weights for drafts."""
     if num_layers(model) < options.stages:
@@ -158,16 +159,17 @@ def _sizes(
     dtype = getattr(torch, config.dtype, None) or getattr(model, "dtype", None) or torch.float32
     # Copies that drafts will have, if every stage has an even share of them.
     by_weights = {
-        weights: -(-sum(quantised_bytes(model, weights, tensor=options.tensor)) // options.stages)
+        weights: -(-sum(quantised_bytes(model, weights, tensor=options.tensor, on_cpu=on_cpu)) // options.stages)
         for weights in config.speculation.draft_weights
     }
     return model_sizes(
         model,
         dtype=dtype,
-        quantization=quantisation_of(config, model),
+        quantization=quantisation_of(config, model, on_cpu=on_cpu),
         tensor=options.tensor,
         draft_weights=allowed_copies(by_weights, config.speculation.extra_weight_bytes),
         may_split=may_split,
+        on_cpu=on_cpu,
     )
 
 

@@ -15,7 +15,7 @@ import benchmarks.device.__main__
 from rayspec.cli import LAZY_HELP, lazy_command
 from rayspec.cli import app as rayspec_app
 from rayspec.command.settings import make_settings
-from rayspec.config import EngineConfig, ParallelOptions
+from rayspec.config import EngineConfig, ParallelOptions, SpeculationOptions
 
 RAY = ray_cli
 RAYSPEC: Any = typer.main.get_command(rayspec_app)
@@ -123,7 +123,7 @@ def engine_of_job(arguments: Sequence[str]) -> EngineConfig:
     """What jobs/summarize.py makes of its command line, without running it."""
     parsed = parse(JOBS["summarize"], arguments).params
     assert parsed["output"]
-    names = EngineConfig.model_fields.keys() | ParallelOptions.model_fields.keys()
+    names = {name for group in (EngineConfig, ParallelOptions, SpeculationOptions) for name in group.model_fields}
     return make_settings(
         flags={name: parsed[name] for name in names & parsed.keys() if parsed[name] not in (None, ())}
     ).engine

@@ -55,7 +55,7 @@ def test_a_file_loads_as_transformers_loads_it(folder: Path, family: str) -> Non
     assert model.state_dict().keys() == expected.keys()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, expected[name]), name
-    assert quantisation_of(_config(path), model.config) is None
+    assert quantisation_of(_config(path), model.config, on_cpu=False) is None
     assert [one.found for one in check_weights(str(path))] == ["GGUF: become plain matrices at load"]
 
 

@@ -1,15 +1,19 @@
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig, Gemma3Config, LlamaConfig
+from transformers.utils.import_utils import is_kernels_available
 
 from rayspec.choices import QUANTISED_WEIGHTS
+from rayspec.config import EngineConfig
 from rayspec.decode.generate_state import GenerateState, cache_bytes
 from rayspec.model.fused import FusedLayer, fuse
 from rayspec.model.kv_cache import bytes_per_slot
 from rayspec.model.layer_bytes import cached_bytes
 from rayspec.model.matrices import QuantisedMatrix
-from rayspec.model.sizes import model_sizes, quantised_bytes
-from rayspec.model.weights import read_config
+from rayspec.model.sizes import model_sizes, quantisation_of, quantised_bytes
+from rayspec.model.weights import become_plain, format_of_weights, quantiser_settings, read_config
 from rayspec.types import ConfigError
 from tests import every_type
 from tests.families import FAMILIES, HARD_FAMILIES, WHOLE_FAMILIES, WINDOW, checkpoint, modules_of, reference
@@ -67,7 +71,7 @@ def test_a_tied_head_needs_its_matrix_on_a_stage_of_its_own(tied: bool) -> None:
     assert sizes.last_stage_bytes(2) == norm + matrix
 
 
-@pytest.mark.parametrize(("quantization", "per_weight"), [("fp8", 1.0), ("int8", 1.0), ("int4", 0.515625)])
+@pytest.mark.parametrize(("quantization", "per_weight"), [("fp8", 1.0), ("int8", 1.0), ("int4", 0.5625)])
 def test_quantization_shrinks_the_linears_of_layers_only(quantization: str, per_weight: float) -> None:
     plain = model_sizes(ONE_LAYER, dtype=BF16)
     sizes = model_sizes(ONE_LAYER, dtype=BF16, quantization=quantization)
@@ -135,7 +139,7 @@ def test_copies_weigh_what_the_loaded_ones_do(family: str) -> None:
         matrices = [matrix for body in bodies if isinstance(body, FusedLayer) for matrix in (body.first, body.last)]
         copies = [matrix for matrix in matrices if isinstance(matrix, QuantisedMatrix)]
         num_bytes = sum(copy._weight.nbytes + copy._scales.nbytes for copy in copies)
-        sizes = quantised_bytes(read_config(checkpoint(family)), weights)
+        sizes = quantised_bytes(read_config(checkpoint(family)), weights, on_cpu=True)
         assert sum(sizes) == num_bytes
         assert [bool(size) for size in sizes] == [bool(sublayer.quantised) for sublayer in fused.sublayers]
 
@@ -146,6 +150,49 @@ def test_sizes_of_layers_hold_the_copies_that_are_asked_for() -> None:
     assert {layer.copy_bytes for layer in both.layers} == {int4 + int8}
     quantized = model_sizes(ONE_LAYER, dtype=BF16, quantization="int8", draft_weights=("int4",))
     assert {layer.copy_bytes for layer in quantized.layers} == {0}, "there are no copies of what is quantized"
+
+
+def quantised(method: str, **settings: Any) -> LlamaConfig:
+    config = LlamaConfig(**ONE_LAYER.to_dict())
+    config.quantization_config = {"quant_method": method, **settings}
+    become_plain(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "on_gpu", "on_cpu"),
+    [
+        (ONE_LAYER, None, None),
+        (quantised("fp8"), "fp8", None),
+        (quantised("fbgemm_fp8"), "fp8", "fp8"),
+        (quantised("gptq", bits=4), None, None),
+        (quantised("gptq", bits=3), "int4", "int4"),
+        (quantised("awq", bits=4, version="gemm"), None, None),
+        (quantised("awq", bits=4, version="gemv"), "int4", "int4"),
+        (quantised("compressed-tensors"), None, None),
+        (quantised("bitsandbytes", load_in_4bit=True), "int4", "int4"),
+        (quantised("bitsandbytes", load_in_8bit=True), "int8", "int8"),
+        (quantised("torchao", quant_type={"default": {"_type": "Int4WeightOnlyConfig"}}), "int4", "int4"),
+        (quantised("quanto", weights="int8"), "int8", "int8"),
+        (quantised("mxfp4"), "int4" if is_kernels_available() else None, None),
+    ],
+    ids=lambda one: str(getattr(one, "quantization_config", "plain")) if isinstance(one, LlamaConfig) else None,
+)
+def test_the_type_of_weights_is_that_after_the_load(
+    config: LlamaConfig, on_gpu: str | None, on_cpu: str | None
+) -> None:
+    engine = EngineConfig(model="m")
+    assert [quantisation_of(engine, config, on_cpu=each) for each in (False, True)] == [on_gpu, on_cpu]
+    for each, found in ((False, on_gpu), (True, on_cpu)):
+        if quantization := quantiser_settings(engine, config):
+            assert format_of_weights(quantization, on_cpu=each)[1] == (found is None)
+
+
+def test_modules_that_a_checkpoint_excepts_are_in_full() -> None:
+    plain = model_sizes(ONE_LAYER, dtype=BF16)
+    for names in (["model.layers.*.self_attn"], ["lm_head", "model.layers.0.self_attn"]):
+        sizes = model_sizes(quantised("fp8", modules_to_not_convert=names), dtype=BF16, quantization="fp8")
+        assert sizes.layers[0].sublayer_bytes == (plain.layers[0].sublayer_bytes[0], 3 * 8192 * 28672 + 2 * 8192)
 
 
 @pytest.mark.parametrize("family", every_type.RECURRENT)

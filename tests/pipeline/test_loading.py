@@ -100,14 +100,19 @@ def test_the_head_counts_as_part_of_the_last_stage() -> None:
 def layer_bytes(*, stages: int = 2, tensor: int = 1, **options: Any) -> list[int]:
     model, parallel = checkpoint("qwen3_moe"), ParallelOptions(stages=stages, tensor=tensor)
     config = EngineConfig(model=model, dtype="float32", parallel=parallel, **options)
-    costs = _costs(config, parallel, _sizes(config, parallel, read_config(model)), 128)
+    costs = _costs(config, parallel, _sizes(config, parallel, read_config(model), on_cpu=True), 128)
     return [layer.weight_bytes for layer in costs.layers]
 
 
 def copy_bytes(*kinds: str, tensor: int = 1) -> list[int]:
     """By layer of the same model."""
     found = [
-        quantised_bytes(read_config(checkpoint("qwen3_moe")), kind, tensor=tensor)  # type: ignore[arg-type]
+        quantised_bytes(
+            read_config(checkpoint("qwen3_moe")),
+            kind,  # type: ignore[arg-type]
+            tensor=tensor,
+            on_cpu=True,
+        )
         for kind in kinds
     ]
     return [sum(each[2 * layer] + each[2 * layer + 1] for each in found) for layer in range(4)]

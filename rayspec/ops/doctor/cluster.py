@@ -140,7 +140,8 @@ def check_counted_gpus(node: Node, usable: int) -> Finding:
     name, found = f"{node.name}: GPUs in Ray", f"Ray counts {node.num_gpus}, torch can use {usable}"
     if node.num_gpus == usable:
         return ok(name, found) if usable else skipped(name, "no GPU")
-    remedy = f"ray start --num-gpus {usable} there; in Kubernetes, resources.limits of nvidia.com/gpu: {usable}"
+    limits = f"resources.limits of nvidia.com/gpu or amd.com/gpu: {usable}"
+    remedy = f"ray start --num-gpus {usable} there; in Kubernetes, {limits}"
     if node.num_gpus > usable:
         return problem(name, found, remedy)
     return warning(name, found, f"{remedy}, unless some are meant for others")

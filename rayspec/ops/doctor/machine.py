@@ -31,7 +31,7 @@ from rayspec.types import CheckpointError, RayspecError
 _GIB = 2**30
 _PACKAGE = "rayspec"
 _SHARED = "/dev/shm"  # noqa: S108 - looked at only
-_PCI, _NVIDIA = "/sys/bus/pci/devices", "0x10de"
+_PCI, _NVIDIA, _AMD = "/sys/bus/pci/devices", "0x10de", "/dev/kfd"
 _SHOWN_PACKAGES = ("rayspec", "torch", "transformers", "ray")
 # Ray takes 30 % of the memory for its object store, but no more than a /dev/shm of 10 GB or more holds. It falls back
 # to the disk where /dev/shm is smaller.
@@ -165,8 +165,12 @@ def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
     """Check that torch can use all GPUs of the driver, and includes NCCL. Return also how many it can use. hidden_too:
     include GPUs that CUDA_VISIBLE_DEVICES hides; Ray sets that variable in tasks that reserve no GPU."""
     smi = shutil.which("nvidia-smi")
-    if smi is None:
-        return skipped("GPUs", "no GPU"), 0
+    if Path(_AMD).exists() and not (smi and _may_have_gpu()):
+        return _check_amd_gpus(hidden_too=hidden_too)
+    return (skipped("GPUs", "no GPU"), 0) if smi is None else _check_nvidia_gpus(smi, hidden_too=hidden_too)
+
+
+def _check_nvidia_gpus(smi: str, *, hidden_too: bool) -> tuple[Finding, int]:
     try:
         done = subprocess.run(  # noqa: S603 - nvidia-smi as found on PATH
             [smi, *_QUERY], capture_output=True, text=True, check=True, timeout=60.0
@@ -200,6 +204,22 @@ def check_gpus(*, hidden_too: bool = False) -> tuple[Finding, int]:
     else:
         finding = ok("GPUs", found)
     return finding, num_usable
+
+
+def _check_amd_gpus(*, hidden_too: bool) -> tuple[Finding, int]:
+    remedy = "install torch's build for ROCm, unless the GPU is meant for something else"
+    try:
+        told = ask_torch(hidden_too=hidden_too)
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return warning("GPUs", f"a driver of AMD; torch: {_reason(error)}", remedy), 0
+    names, rocm = told["names"], told["rocm"]
+    if not names or not rocm:
+        remedy = "unset HIP_VISIBLE_DEVICES, or update the driver" if rocm else remedy
+        return warning("GPUs", f"a driver of AMD, of which torch {told['torch']} can use no GPU", remedy), 0
+    found = f"{len(names)} x {'/'.join(dict.fromkeys(names))}, torch {told['torch']} for ROCm {rocm}"
+    if told["has_nccl"]:
+        return ok("GPUs", found), len(names)
+    return problem("GPUs", f"{found}, without RCCL", f"{remedy}: shards on GPUs need RCCL"), len(names)
 
 
 def _may_have_gpu() -> bool:

@@ -14,7 +14,14 @@ from rayspec.command.settings import read_options_file
 from rayspec.config import DType, Options, Pairs
 from rayspec.demo import BUNDLED
 from rayspec.ops.plan.gpus import gpus_of_a_node
-from rayspec.ops.plan.options import CONTEXT_HELP, Quantization
+from rayspec.ops.plan.options import (
+    CONTEXT_HELP,
+    COPIES_HELP,
+    QUANTIZATION_HELP,
+    USUAL_COPIES,
+    DraftCopies,
+    Quantization,
+)
 from rayspec.types import ConfigError
 
 Kind = Literal["job", "service", "cluster"]
@@ -74,7 +81,8 @@ class RenderOptions(Options):
     )
     context: int | None = Field(None, ge=2, description=CONTEXT_HELP)
     concurrency: int = Field(32, ge=1, description="sequences at once, on these GPUs")
-    quantization: Quantization | None = Field(None, description="quantization of the checkpoint, for its size")
+    quantization: Quantization | None = Field(None, description=QUANTIZATION_HELP)
+    draft_weights: DraftCopies = Field(USUAL_COPIES, description=COPIES_HELP)
     dtype: DType = Field("auto", description="data type of the weights")
     replicas: int | None = Field(
         None, ge=1, description="copies of the model; unset: as rayspec plan recommends, or 1 with a named layout"

@@ -20,13 +20,14 @@ from transformers import PretrainedConfig
 
 import rayspec
 from rayspec import demo
-from rayspec.config import SpeculationOptions
-from rayspec.model.weights import read_config
+from rayspec.config import EngineConfig
+from rayspec.model.sizes import ModelSizes
+from rayspec.model.weights import quantiser_settings, read_config
 from rayspec.ops.doctor.machine import object_store_bytes
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
 from rayspec.ops.plan.forecast import place_best
-from rayspec.ops.plan.gpus import Gpu, are_ranks_alike, parse_gpus
-from rayspec.ops.plan.options import PlacementOptions
+from rayspec.ops.plan.gpus import ANY_CPU, Gpu, are_ranks_alike, parse_gpus
+from rayspec.ops.plan.options import LoadOptions, PlacementOptions, choices_with
 from rayspec.ops.plan.placement import Placement, placed_dtype, rank_sizes
 from rayspec.types import ConfigError
 
@@ -34,11 +35,11 @@ GIB = 2**30
 # In addition to the weights: torch, CUDA context, pinned buffers; engine, Serve's proxy and readers of documents.
 _SHARD_BYTES, _POD_BYTES = 4 * GIB, 6 * GIB
 _OBJECT_STORE_BYTES, _NCCL_BYTES = 2 * GIB, GIB
+_CPU_CACHE_SHARE = 0.8  # of the memory that weights leave, for keys and values: nobody else works in such a pod
 _CPUS_BESIDE_SHARDS = 4  # the engine's actor, the ingress, and for Ray Data two
 _LOADING_BYTES_PER_S = 250 * 10**6  # of a slow volume, or the Hub
 _LEAST_START_S = 600
 _DISK_SHARE = 1.2
-_ANY_CPU = "CPU-4096G@50"  # a device on which everything fits; only the memory of the stages is needed
 OPTIONS_NAME, MANIFEST_NAME = "options.yaml", "manifest.yaml"
 JOBS_FOLDER = "/opt/rayspec/jobs"
 # The excepted addresses are metadata services of clouds, which hand out a node's credentials.
@@ -86,10 +87,9 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     gpus, stages, tensor = options.gpus, options.stages, options.tensor
     if gpus is None:
         stages, tensor = stages or 1, tensor or 1
-        gpus = f"{stages * tensor}x{_ANY_CPU}"
-    same = {name: getattr(options, name) for name in ("context", "concurrency", "quantization", "dtype")}
-    copies = SpeculationOptions().draft_weights if options.gpus is None else ()
-    asked = PlacementOptions(gpus=gpus, stages=stages, tensor=tensor, draft_weights=copies, **same)
+        gpus = f"{stages * tensor}x{ANY_CPU}"
+    same = {name: getattr(options, name) for name in LoadOptions.model_fields if name != "gpus"}
+    asked = PlacementOptions(gpus=gpus, stages=stages, tensor=tensor, **same)
     max_replicas = 1 if options.names_copies else None
     placement, *unlike = place_best(config, asked, gpus_per_node=options.gpus_per_node, max_replicas=max_replicas)
     if unlike:
@@ -98,8 +98,8 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     if placement.missing_bytes:
         raise ConfigError(
             f"option 'gpus' is {options.gpus!r}: {placement.missing_bytes * ranks / GIB:.1f} GiB are missing for "
-            f"{options.model}; name more or larger GPUs, more stages, or a lower context or concurrency (rayspec "
-            "placement shows each stage)"
+            f"{options.model}; name more or larger GPUs, more stages, a lower context or concurrency, or draft_weights "
+            "none (rayspec placement shows each stage)"
         )
     if options.gpus is not None and placement.loading_bytes_missing:
         raise ConfigError(
@@ -110,13 +110,12 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
     max_copies = options.max_replicas or num_copies
     # The whole model: a sum over ranks would count the embedding and the head several times.
     sizes = rank_sizes(config, placement.options, 1)
-    layer_bytes = sum(layer.weight_bytes for layer in sizes.layers)
     return ClusterPlan(
         placement=placement,
-        pods=_gpu_pods(config, placement, options, max_copies)
+        pods=_gpu_pods(config, sizes, placement, options, max_copies)
         if options.gpus is not None
         else (_cpu_pod(placement, options),),
-        checkpoint_bytes=sizes.embedding_bytes + layer_bytes + sizes.last_stage_bytes(1),
+        checkpoint_bytes=_bytes_read(sizes, range(len(sizes.layers))),
         num_copies=num_copies,
         max_copies=max_copies,
     )
@@ -130,10 +129,11 @@ def _mixed(options: RenderOptions) -> ConfigError:
 
 
 def _gpu_pods(
-    config: PretrainedConfig, placement: Placement, options: RenderOptions, max_copies: int
+    config: PretrainedConfig, sizes: ModelSizes, placement: Placement, options: RenderOptions, max_copies: int
 ) -> tuple[PodShape, ...]:
     """Return one shape for each kind of GPU, which spreads its stages evenly over as few pods as the size of a node
-    allows. max_copies: of the model. Raises ConfigError for GPUs that Ray could not distinguish."""
+    allows. sizes: of the whole model. max_copies: of the model. Raises ConfigError for GPUs that Ray could not
+    distinguish."""
     tensor = placement.options.num_ranks
     if tensor > options.gpus_of_a_pod:
         raise ConfigError(
@@ -160,8 +160,10 @@ def _gpu_pods(
     if len(labels) < len(kinds):
         raise ConfigError(f"option 'gpus' is {options.gpus!r}: name the GPUs of one kind side by side")
     # Weights are read into memory, and then moved. Ranks map the same files and so share one copy. Each rank has its
-    # own copy of weights that differ from the files: of another dtype, and experts, which transformers merges.
-    as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype)
+    # own copy of weights that differ from the files: of another dtype, of a quantised checkpoint, and experts, which
+    # transformers merges.
+    is_quantised = bool(quantiser_settings(EngineConfig(model=options.model), config))
+    as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype) and not is_quantised
     text_config = config.get_text_config(decoder=True)
     has_experts = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts"))
     copies = 1 if as_in_files and not has_experts else tensor
@@ -169,7 +171,7 @@ def _gpu_pods(
     for gpu, stages in kinds:
         num_pods = math.ceil(len(stages) / (options.gpus_of_a_pod // tensor))
         num_stages = math.ceil(len(stages) / num_pods)
-        heaviest = sorted((stage.weight_bytes * tensor for stage in stages), reverse=True)[:num_stages]
+        heaviest = sorted((_bytes_read(sizes, stage.layers) for stage in stages), reverse=True)[:num_stages]
         num_shards = num_stages * tensor
         used_bytes = _OBJECT_STORE_BYTES + num_shards * _NCCL_BYTES
         memory_bytes = copies * sum(heaviest) + num_shards * _SHARD_BYTES + used_bytes + _POD_BYTES
@@ -186,13 +188,23 @@ def _gpu_pods(
     return tuple(shapes)
 
 
+def _bytes_read(sizes: ModelSizes, layers: range) -> int:
+    """Return the bytes of a stage's weights, without the copies for drafts, which a GPU makes itself."""
+    is_first, is_last = layers.start == 0, layers.stop == len(sizes.layers)
+    return (
+        sum(sizes.layers[layer].weight_bytes for layer in layers)
+        + (sizes.embedding_bytes if is_first or sizes.embedding_everywhere else 0)
+        + (sizes.last_stage_bytes(1 if is_first else 2) if is_last else 0)
+    )
+
+
 def _cpu_pod(placement: Placement, options: RenderOptions) -> PodShape:
     """Return a shape with all shards in one pod: weights and KV cache stay in its memory."""
     assert options.cpus is not None
     ranks = placement.options.num_ranks
     num_shards = len(placement.stages) * ranks
-    model_bytes = ranks * sum(stage.weight_bytes * ranks + stage.kv_bytes for stage in placement.stages)
-    memory_bytes = model_bytes + (num_shards + 2) * GIB + _OBJECT_STORE_BYTES
+    of_stages = [stage.weight_bytes * ranks + int(stage.kv_bytes / _CPU_CACHE_SHARE) for stage in placement.stages]
+    memory_bytes = ranks * sum(of_stages) + (num_shards + 2) * GIB + _OBJECT_STORE_BYTES
     return PodShape(
         group="cpu",
         gpu=None,
@@ -243,6 +255,7 @@ def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
         "max_num_seqs": asked.concurrency,
         "dtype": None if options.dtype == "auto" else options.dtype,
         "num_threads": options.cpus,
+        "kv_cache_share": _CPU_CACHE_SHARE if options.cpus is not None else None,
     }
     replicas = plan.num_copies if options.kind == "job" else 1  # of a service, Serve makes the replicas
     parallel: dict[str, Any] = {}  # empty for a single copy in one process
@@ -252,6 +265,9 @@ def manifests(options: RenderOptions, plan: ClusterPlan) -> list[Manifest]:
         parallel |= {"tensor": asked.num_ranks if asked.num_ranks > 1 else None}
         parallel |= {"replicas": replicas if replicas > 1 else None}
         parallel |= {"cpus_per_shard": float(options.cpus) if options.cpus else None}
+    if (choices := choices_with(options.draft_weights)) is not None:
+        is_job = options.kind == "job"
+        engine |= {"choices": ",".join(choices)} if is_job else {"speculation": {"choices": choices}}
     engine, parallel = ({name: value for name, value in some.items() if value} for some in (engine, parallel))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),

@@ -52,7 +52,7 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
         gpus_per_node=1 if config.lora_modules or config.offload else min(map(len, nodes)),  # ranks take neither
         context=context,
         output_tokens=min(usual["output_tokens"].default, context - 1),
-        quantization=quantisation_of(config, model),
+        quantization=quantisation_of(config, model, on_cpu=False) if config.quantization_config else None,
         draft_weights=config.speculation.draft_weights,
         dtype=config.dtype,
         max_num_batched_tokens=config.max_num_batched_tokens or usual["max_num_batched_tokens"].default,

@@ -20,7 +20,7 @@ from rayspec.ops.plan.gpus import REACHED, Gpu, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Layout, Placement, for_model, layouts, place
 from rayspec.planning.acceptance import DraftRates
-from rayspec.planning.latency import HEAD, Curve, LatencyModel, StaleProfileError
+from rayspec.planning.latency import DRAFT_HEAD, HEAD, Curve, LatencyModel, StaleProfileError
 from rayspec.planning.simulate import Drafting, Simulated, SimulatedLoad, simulate
 from rayspec.types import ConfigError
 
@@ -236,8 +236,8 @@ def predicted(
     stages, hop_s = tuple(stage for stage, *_ in sublayers), options.hop_us / 1e6
     if profile is not None:
         curves = dict(profile.curves)
-        for name, curve in profile.curves.items():  # all but the head are shared by the ranks
-            if name != profile.head:
+        for name, curve in profile.curves.items():  # all but the heads are shared by the ranks
+            if name not in (profile.head, profile.head.replace(HEAD, DRAFT_HEAD, 1)):
                 base_s = tuple(base_s / num_ranks for base_s in curve.base_s)
                 of_rank = replace(curve, base_s=base_s, kv_s=curve.kv_s / num_ranks, score_s=curve.score_s / num_ranks)
                 curves[name] = exchanging(of_rank, weakest[0])

@@ -22,6 +22,7 @@ _GB, _GIB = 10**9, 2**30
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 2 * _GIB
 DEFAULT_GPUS_PER_NODE = 8
 MAX_GPUS = 4096
+ANY_CPU = "CPU-4096G@50"  # a device on which everything fits, of which only the memory of the stages is needed
 REACHED = 0.65  # share of peak arithmetic that large matrix products reach
 _LEAST_WHOLE = 0.9  # share of its memory that torch sees of a whole GPU; 0.98 with error correction
 # Operations per byte of memory bandwidth, for GPUs that are not listed. The listed GPUs have 150 to 420.
@@ -31,13 +32,15 @@ _OPERATIONS_PER_BYTE = 200.0
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """One GPU. memory_gb: at least so many gigabytes (10**9 bytes). bandwidth_gb_s: of its memory. tflops: peak of
-    dense 16-bit arithmetic; None: guessed from the bandwidth. link_gb_s: to other GPUs of its node, per direction."""
+    dense 16-bit arithmetic; None: guessed from the bandwidth. link_gb_s: to other GPUs of its node, per direction.
+    has_fp8: whether it multiplies in fp8; on others, transformers makes such weights plain."""
 
     name: str
     memory_gb: int
     bandwidth_gb_s: float
     tflops: float | None = None
     link_gb_s: float = 32.0  # PCIe 4.0 x16
+    has_fp8: bool = True
 
     @property
     def label(self) -> str:
@@ -56,8 +59,8 @@ class Gpu:
 # As in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4, GH200 (HBM3; HBM3e),
 # AMD Instinct MI300X.
 KNOWN_GPUS = (
-    Gpu("A100", 40, 1555, 312, 300),
-    Gpu("A100", 80, 2039, 312, 300),
+    Gpu("A100", 40, 1555, 312, 300, has_fp8=False),
+    Gpu("A100", 80, 2039, 312, 300, has_fp8=False),
     Gpu("H100", 80, 3350, 989, 450),
     Gpu("H100-PCIe", 80, 2000, 756),
     Gpu("H200", 141, 4800, 989, 450),
@@ -75,7 +78,7 @@ gpus = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.
 nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
 print(json.dumps({
     "names": [gpu.name for gpu in gpus], "num_bytes": [gpu.total_memory for gpu in gpus],
-    "torch": torch.__version__, "cuda": torch.version.cuda, "has_nccl": nccl,
+    "torch": torch.__version__, "cuda": torch.version.cuda, "rocm": torch.version.hip, "has_nccl": nccl,
 }))
 """
 _PART = re.compile(
@@ -103,9 +106,9 @@ def gpus_of_a_node(spec: str, *, unnamed: int = DEFAULT_GPUS_PER_NODE) -> int:
 
 
 def ask_torch(*, hidden_too: bool = False) -> dict[str, Any]:
-    """Return what torch says of the GPUs here (names, num_bytes) and of its build (torch, cuda, has_nccl), by a process
-    of its own. hidden_too: include GPUs that the environment hides. Raises OSError, subprocess.SubprocessError and
-    ValueError where there is no answer."""
+    """Return what torch says of the GPUs here (names, num_bytes) and of its build (torch, cuda, rocm, has_nccl), by a
+    process of its own. hidden_too: include GPUs that the environment hides. Raises OSError,
+    subprocess.SubprocessError and ValueError where there is no answer."""
     environment = {name: value for name, value in os.environ.items() if not (hidden_too and name in _HIDING)}
     done = subprocess.run(  # noqa: S603 - this very Python
         [sys.executable, "-c", _ASK],

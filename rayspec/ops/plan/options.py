@@ -5,19 +5,37 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from typing_extensions import Self
 
-from rayspec.config import Commas, DType, Options
-from rayspec.ops.plan.gpus import gpus_of_a_node
+from rayspec.choices import QUANTISED_WEIGHTS
+from rayspec.config import Commas, DType, Options, SpeculationOptions
+from rayspec.ops.plan.gpus import ANY_CPU, gpus_of_a_node
 
 Goal = Literal["throughput", "latency", "cost"]
 Quantization = Literal["fp8", "int8", "int4"]
 DraftWeights = Literal["int8", "int4"]
 DEFAULT_CONTEXT = 16384
+QUANTIZATION_HELP = "quantization of the linear layers; unset: what they have when the checkpoint is loaded"
+COPIES_HELP = "quantized copies of the weights for drafts, which take memory; none: drafts without"
+USUAL_COPIES: Any = SpeculationOptions().draft_weights
 CONTEXT_HELP = f"tokens of a sequence, prompt and output; unset: {DEFAULT_CONTEXT}, or the model's if that is less"
 # Published self-speculative decoders that skip about half of the sublayers have .85 to .95; KnapSpec's best .94 to .97.
 PUBLISHED_ACCEPTANCE = 0.90
+
+
+def _no_copies(value: Any) -> Any:
+    return () if value in ("none", ["none"], ("none",)) else value
+
+
+DraftCopies = Annotated[tuple[DraftWeights, ...], Commas, BeforeValidator(_no_copies)]
+
+
+def choices_with(copies: tuple[DraftWeights, ...]) -> tuple[str, ...] | None:
+    """Return `speculation.choices` for drafts with these copies; None if they are the default."""
+    usual = SpeculationOptions()
+    others = [choice for choice in usual.choices if choice not in QUANTISED_WEIGHTS]
+    return None if copies == usual.draft_weights else (*others, *copies)
 
 
 class LoadOptions(Options):
@@ -29,15 +47,17 @@ class LoadOptions(Options):
     )
     context: int | None = Field(None, ge=1, description=CONTEXT_HELP)
     concurrency: int = Field(32, ge=1, description="sequences at once, over all copies that rayspec plan recommends")
-    quantization: Quantization | None = Field(None, description="quantization of the linear layers")
-    draft_weights: Annotated[tuple[DraftWeights, ...], Commas] = Field(
-        (), description="quantized copies of the weights for drafts; they take memory"
-    )
+    quantization: Quantization | None = Field(None, description=QUANTIZATION_HELP)
+    draft_weights: DraftCopies = Field(USUAL_COPIES, description=COPIES_HELP)
     dtype: DType = Field("auto", description="data type of the weights")
 
     @property
     def load(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in LoadOptions.model_fields}
+
+    @property
+    def on_cpu(self) -> bool:
+        return ANY_CPU in self.gpus
 
     @property
     def num_tokens(self) -> int:

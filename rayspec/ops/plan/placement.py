@@ -18,7 +18,15 @@ from transformers import PretrainedConfig
 from rayspec.config import DType, EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
 from rayspec.model.architecture import max_positions, why_context_ends
-from rayspec.model.sizes import ModelSizes, model_sizes, rank_counts
+from rayspec.model.sizes import (
+    BYTES_PER_LINEAR_WEIGHT,
+    ModelSizes,
+    Quantization,
+    model_sizes,
+    quantisation_of,
+    rank_counts,
+)
+from rayspec.model.weights import format_of_weights, quantiser_settings
 from rayspec.ops.plan.gpus import (
     RESERVED_BYTES,
     RESERVED_SHARE,
@@ -124,8 +132,9 @@ class Layout:
 
 
 def for_model(options: AnyLoad, config: PretrainedConfig) -> AnyLoad:
-    """Return the options with a context that the model has. Raises ConfigError for a longer one, and
-    UnsupportedModelError for a model whose layers differ in their numbers of heads."""
+    """Return the options with a context that the model has, and the type that its linear weights have after the load.
+    Raises ConfigError for a longer context and another type, and UnsupportedModelError for a model whose layers differ
+    in their numbers of heads."""
     varying = set(getattr(config.get_text_config(decoder=True), "per_layer_attributes", None) or ())
     if varying & _PLANNED_FROM:
         raise UnsupportedModelError(
@@ -133,11 +142,27 @@ def for_model(options: AnyLoad, config: PretrainedConfig) -> AnyLoad:
             f"{', '.join(sorted(varying & _PLANNED_FROM))}; load it without a plan, in one process"
         )
     limit = max_positions(config)
-    if options.context is None:
-        return options.replace(context=usual_context(config))
-    if limit is not None and options.context > limit:
+    if options.context is not None and limit is not None and options.context > limit:
         raise ConfigError(f"option 'context' is {options.context}, {why_context_ends(config)}: lower it")
-    return options
+    return options.replace(
+        context=options.context or usual_context(config), quantization=_loaded_quantization(options, config)
+    )
+
+
+def _loaded_quantization(options: LoadOptions, config: PretrainedConfig) -> Quantization | None:
+    asked, engine = options.quantization, EngineConfig(model="planned")
+    if not (settings := quantiser_settings(engine, config)):
+        return asked
+    own = quantisation_of(engine, config, on_cpu=options.on_cpu)
+    if own == "fp8" and not all(gpu.has_fp8 for gpu in parse_gpus(options.gpus)):
+        own = None
+    if asked is not None and (own is None or BYTES_PER_LINEAR_WEIGHT[asked] != BYTES_PER_LINEAR_WEIGHT[own]):
+        name, _ = format_of_weights(settings, on_cpu=options.on_cpu)
+        raise ConfigError(
+            f"option 'quantization' is {asked!r}, but the {name} weights of this checkpoint "
+            f"{'become plain matrices at load' if own is None else f'stay {own}'}: leave it out"
+        )
+    return own
 
 
 def usual_context(config: PretrainedConfig) -> int:
@@ -174,10 +199,11 @@ def place(config: PretrainedConfig, options: PlacementOptions, sizes: ModelSizes
         spread = [replace(device, bytes_free=costs.total_bytes) for device in devices]
     stages = stage_costs(costs, devices, partition(costs, spread, options.layers))
     ranks, short = options.num_ranks, [0]
-    # While it loads, a tensor-parallel rank holds a whole layer in addition to its share, but no KV cache yet.
+    # While it loads, a tensor-parallel rank holds a whole layer in addition to its share, but no copies or caches yet.
     for stage in stages if ranks > 1 else ():
-        whole_layer = ranks * max(sizes.layers[layer].weight_bytes for layer in stage.layers)
-        short.append(stage.weight_bytes + whole_layer - stage.device.bytes_free)
+        own = [sizes.layers[layer] for layer in stage.layers]
+        held = stage.weight_bytes - sum(layer.copy_bytes for layer in own)
+        short.append(held + ranks * max(layer.weight_bytes for layer in own) - stage.device.bytes_free)
     return Placement(
         options=options,
         dtype=str(placed_dtype(options.dtype, config)).removeprefix("torch."),
@@ -194,7 +220,14 @@ def rank_sizes(config: PretrainedConfig, options: LoadOptions, num_ranks: int) -
     """Return the sizes of one of the tensor-parallel ranks. Raises as `model_sizes`."""
     dtype, quantization = placed_dtype(options.dtype, config), options.quantization
     copies = options.draft_weights
-    return model_sizes(config, dtype=dtype, quantization=quantization, tensor=num_ranks, draft_weights=copies)
+    return model_sizes(
+        config,
+        dtype=dtype,
+        quantization=quantization,
+        tensor=num_ranks,
+        draft_weights=copies,
+        on_cpu=options.on_cpu,
+    )
 
 
 def layouts(config: PretrainedConfig, options: PlanOptions, *, max_replicas: int | None = None) -> Iterator[Layout]:
@@ -248,14 +281,6 @@ def two_digits(number: float) -> str:
     return f"{float(f'{number:.2g}'):,.10g}"
 
 
-def uncounted(options: LoadOptions, *, splits: bool) -> list[str]:
-    """Return what the memory of a plan lacks of what an engine with default options has, as lines."""
-    if options.draft_weights or options.quantization or not splits:
-        return []
-    what = "4-bit copies of the weights, by which drafts run by default"
-    return [f"{what}, are not counted: --draft-weights int4 counts them"]
-
-
 def placements_table(placements: Sequence[Placement]) -> Group:
     """Return a table per placement, for each kind of copy. Its GPUs are those of the first copy of that kind."""
     shown = []
@@ -278,7 +303,8 @@ def placements_table(placements: Sequence[Placement]) -> Group:
         if missing_bytes:
             verdict = (
                 f"it does not fit: {missing_bytes / _GIB:.1f} GiB are missing; use more or larger GPUs, more stages or "
-                "tensor-parallel ranks, quantization, or plan for fewer or shorter sequences"
+                "tensor-parallel ranks, quantization, drafts without copies (--draft-weights none), or plan for fewer "
+                "or shorter sequences"
             )
         elif placement.loading_bytes_missing:
             verdict = (
@@ -297,7 +323,6 @@ def placements_table(placements: Sequence[Placement]) -> Group:
             f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
             f"a decode step of all sequences takes {two_digits(1000 * placement.step_s)} ms by roofline, "
             "bytes read over memory bandwidth: a bound, not a measurement",
-            *uncounted(options, splits=placement.splits),
             verdict,
         )
         shown.append(own)
@@ -366,7 +391,10 @@ def _costs(
     mixture, and what the caches of all sequences hold. It reads almost nothing of the embedding."""
     bandwidths = [bandwidth for _, bandwidth in groups]
     engine = EngineConfig(
-        model="planned", max_num_seqs=options.concurrency, parallel=ParallelOptions(stages=len(groups))
+        model="planned",
+        device="cpu" if options.on_cpu else "cuda",
+        max_num_seqs=options.concurrency,
+        parallel=ParallelOptions(stages=len(groups)),
     )
     size = cache_size(engine, options.num_tokens * options.concurrency, sizes.window)
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from rayspec.ops.plan.forecast import EFFICIENCY, Performance, Ranking
 from rayspec.ops.plan.gpus import DEFAULT_GPUS_PER_NODE
-from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions
-from rayspec.ops.plan.placement import Layout, two_digits, uncounted
+from rayspec.ops.plan.options import PUBLISHED_ACCEPTANCE, PlanOptions, choices_with
+from rayspec.ops.plan.placement import Layout, two_digits
 
 _GIB = 2**30
 _NUM_SHOWN = 8
@@ -30,18 +30,20 @@ def flags_of(layout: Layout, options: PlanOptions) -> dict[str, str | None]:
     copy: dict[str, Any] = {"gpus": layout.groups[0].options.gpus, "stages": layout.stages, "tensor": layout.tensor}
     copy |= {"context": options.num_tokens, "concurrency": layout.concurrency}
     copy |= {"quantization": options.quantization, "dtype": dtype}
+    if (choices := choices_with(options.draft_weights)) is not None:
+        copy["draft_weights"] = ",".join(options.draft_weights) or "none"
     copies = {"replicas": layout.replicas if layout.replicas > 1 else None}
     copies |= {"gpus_per_node": options.max_ranks if options.max_ranks != DEFAULT_GPUS_PER_NODE else None}
+
+    python = {**engine, "speculation": choices and {"choices": choices}, "parallel": layout.parallel}
 
     def joined(values: dict[str, Any]) -> str:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value)
 
     return {
-        "engine": joined(engine | layout.parallel),
-        "python": ", ".join(
-            f"{name}={value!r}" for name, value in {**engine, "parallel": layout.parallel}.items() if value
-        ),
-        "placement": joined(copy | {"draft_weights": ",".join(options.draft_weights)}),
+        "engine": joined(engine | {"choices": choices and ",".join(choices)} | layout.parallel),
+        "python": ", ".join(f"{name}={value!r}" for name, value in python.items() if value),
+        "placement": joined(copy),
         "render": joined(copy | copies) if len(layout.groups) == 1 else None,
     }
 
@@ -50,7 +52,7 @@ def plan_table(plan: Ranking) -> Group:
     if not plan.fits:
         return Group(
             f"nothing fits: at least {plan.missing_bytes / _GIB:.1f} GiB are missing; use more or larger GPUs, "
-            "quantization, or plan for fewer or shorter sequences"
+            "quantization, drafts without copies (--draft-weights none), or plan for fewer or shorter sequences"
         )
     options, best = plan.options, plan.best
     headings = ["layout", "GPUs", "GiB\nleft", "tokens/s\nplain", "tokens/s\nwith drafts", "gain"]
@@ -97,7 +99,6 @@ def plan_table(plan: Ranking) -> Group:
         "has a replica to itself"
     )
     others = [f"{len(plan.others)} other layouts do not fit"] if plan.others else []
-    others += uncounted(options, splits=best.sizes.splits)
     if options.quantization:
         others.append(f"each stage is one GPU: tensor-parallel ranks cannot split {options.quantization} weights")
     flags = flags_of(best, options)

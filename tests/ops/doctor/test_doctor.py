@@ -176,6 +176,29 @@ def test_what_torch_says_is_judged(
     assert bool(finding.remedy) == (status != "ok")
 
 
+ON_AMD = {"names": ["AMD Instinct MI300X"] * 8, "torch": "2.13.0", "cuda": None, "rocm": "7.2", "has_nccl": True}
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "says", "num_usable"),
+    [
+        ({}, "ok", "8 x AMD Instinct MI300X, torch 2.13.0 for ROCm 7.2", 8),
+        ({"names": []}, "warning", "torch 2.13.0 can use no GPU", 0),
+        ({"names": [], "rocm": None, "cuda": "12.8"}, "warning", "install torch's build for ROCm", 0),
+        ({"has_nccl": False}, "problem", "without RCCL", 8),
+    ],
+)
+def test_gpus_of_amd_are_those_that_torch_can_use(
+    told: dict[str, Any], status: str, says: str, num_usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "_AMD", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    monkeypatch.setattr(machine, "ask_torch", lambda *, hidden_too: ON_AMD | told)
+    finding, found = check_gpus()
+    assert (finding.status, found) == (status, num_usable)
+    assert says in finding.found + finding.remedy
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     path = tmp_path / "model"
@@ -339,6 +362,13 @@ def test_the_command_is_quick_and_says_what_it_found(tmp_path: Path) -> None:
     assert saved["ok"] is True
     assert {"packages", "GPUs", "model files"} <= {each["name"] for each in saved["findings"]}
     assert "cluster" not in {each["name"] for each in saved["findings"]}
+
+
+def test_quick_does_not_go_with_a_cluster() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--quick", "--address", "auto"])
+    assert result.exit_code != 0
+    with pytest.raises(ConfigError, match="option 'address' is 'auto', and 'quick' checks this machine only"):
+        examine(address="auto", quick=True)
 
 
 def test_quick_needs_neither_torch_nor_ray() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from rayspec.config import EngineConfig
 from rayspec.ops.doctor.machine import check_shared_memory
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.render import GIB, ClusterPlan, manifests, plan_cluster, render
@@ -57,7 +58,7 @@ def limits(group: Manifest) -> dict[str, str]:
 
 
 def test_pods_hold_the_stages_of_the_plan() -> None:
-    plan = planned(**LLAMA_70B, gpus="8xH100-80G", stages=8)
+    plan = planned(**LLAMA_70B, gpus="8xH100-80G", stages=8, draft_weights="none")
     [pods] = plan.pods
     assert (pods.num_pods, pods.num_gpus, pods.cpus) == (1, 8, 12)
     weights = sum(stage.weight_bytes for stage in plan.placement.stages)
@@ -72,9 +73,31 @@ def test_pods_hold_the_stages_of_the_plan() -> None:
     }
 
 
+def test_copies_for_drafts_need_room_on_gpus() -> None:
+    options = LLAMA_405B | {"gpus": "16xH100-80G", "stages": 2, "tensor": 8, "concurrency": 16}
+    with pytest.raises(ConfigError, match=r"GiB are missing .* draft_weights none"):
+        planned(**options)
+    engine = llm_config(**options, draft_weights="none")["engine_kwargs"]
+    assert EngineConfig(model="m", **engine).speculation.draft_weights == ()
+    counted, without = (planned(**LLAMA_70B, **EIGHT_RANKS, draft_weights=copies) for copies in ("int4", "none"))
+    assert counted.placement.stages[0].weight_bytes > without.placement.stages[0].weight_bytes
+    assert counted.pods == without.pods, "copies are made on the GPUs"
+
+
+def test_on_cpus_the_cache_gets_what_the_plan_says() -> None:
+    plan, engine = planned(**DEMO, concurrency=64), llm_config(**DEMO, concurrency=64)["engine_kwargs"]
+    left = plan.pods[0].memory_bytes - sum(stage.weight_bytes for stage in plan.placement.stages)
+    assert engine["kv_cache_share"] * left > sum(stage.kv_bytes for stage in plan.placement.stages)
+
+
 def test_gpus_of_amd_have_the_resource_that_is_named() -> None:
     [group] = workers(resource(service(**LLAMA_70B, gpus="8xMI300X", gpu_resource="amd.com/gpu")))
     assert limits(group).keys() == {"cpu", "memory", "amd.com/gpu"}
+
+
+def test_ray_counts_gpus_of_any_resource() -> None:
+    [group] = workers(resource(service(**LLAMA_70B, **EIGHT_RANKS, gpu_resource="nvidia.com/gpu.shared")))
+    assert group["rayStartParams"]["num-gpus"] == limits(group)["nvidia.com/gpu.shared"] == "8"
 
 
 def test_groups_have_names_that_pods_may_have() -> None:
@@ -99,12 +122,12 @@ def test_rays_object_store_stays_in_memory(options: Manifest) -> None:
 
 
 def test_ranks_of_a_stage_stay_in_a_pod() -> None:
-    plan = planned(**LLAMA_70B, gpus="12xH200-141G", stages=6, tensor=2, gpus_per_node=5)
+    options = {"gpus": "12xH200-141G", "stages": 6, "gpus_per_node": 5, "draft_weights": "none"}
+    plan = planned(**LLAMA_70B, **options, tensor=2)
     [pods] = plan.pods
     assert (pods.num_pods, pods.num_gpus) == (3, 4)
     # Its ranks map the same files.
-    stages = sorted(2 * stage.weight_bytes for stage in plan.placement.stages)
-    assert pods.memory_bytes == sum(stages[-2:]) + (4 * 4 + 6 + 2 + 4) * GIB
+    assert pods.memory_bytes - (4 * 4 + 6 + 2 + 4) * GIB == pytest.approx(plan.checkpoint_bytes / 3, rel=0.05)
 
 
 def test_a_service_scales_pods_and_replicas_alike() -> None:
@@ -114,7 +137,8 @@ def test_a_service_scales_pods_and_replicas_alike() -> None:
     deployment = llm_config(**options)["deployment_config"]
     assert deployment["autoscaling_config"] == {"min_replicas": 1, "max_replicas": 3, "target_ongoing_requests": 32}
     assert llm_config(**options)["engine_kwargs"]["parallel"]["stages"] == 16
-    parallel = llm_config(**LLAMA_405B, gpus="32xH100-80G", stages=16, replicas=2)["engine_kwargs"]["parallel"]
+    gpus = {"gpus": "32xH100-80G", "stages": 16, "replicas": 2, "draft_weights": "none"}
+    parallel = llm_config(**LLAMA_405B, **gpus)["engine_kwargs"]["parallel"]
     assert "replicas" not in parallel, "Serve makes them"
     assert parallel["start_timeout_s"] == pytest.approx(2 * 406e9 / 250e6, rel=0.01), "its files are read slowly"
 
@@ -201,7 +225,9 @@ def test_other_renders_are_valid_too(options: RenderOptions) -> None:
     [
         (LLAMA_405B | {"gpus": "8xH100-80G"}, "option 'gpus' is '8xH100-80G'.*GiB are missing.*larger"),
         (
-            LLAMA_405B | {"gpus": "160xNEW-12G@1000", "tensor": 8, "stages": 20, "concurrency": 1, "context": 256},
+            LLAMA_405B
+            | {"gpus": "160xNEW-12G@1000", "tensor": 8, "stages": 20, "concurrency": 1, "context": 256}
+            | {"draft_weights": "none"},
             "option 'tensor' is 8.*a whole layer in addition to its share",
         ),
         (

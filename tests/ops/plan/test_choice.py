@@ -129,7 +129,7 @@ def test_ranks_divide_all_that_they_share() -> None:
 def test_a_layout_that_does_not_load_is_not_recommended() -> None:
     """A rank holds a whole layer beside its share: here a layer does not fit any GPU, though its shares do."""
     thick = llama(8192, 4, 8, 131072)
-    gpus: dict[str, Any] = {"gpus": "8xA-12G@1000", "context": 33, "concurrency": 1}
+    gpus: dict[str, Any] = {"gpus": "8xA-12G@1000", "context": 33, "concurrency": 1, "draft_weights": "none"}
     placement = place(thick, PlacementOptions(**gpus, tensor=8, stages=1))
     assert placement.missing_bytes == 0
     assert placement.loading_bytes_missing > 0
@@ -151,7 +151,7 @@ CASES = (
     ("1xH100", ()),
     ("2x2xH200", ("--quantization", "fp8", "--dtype", "float16", "--max-num-batched-tokens", 2048)),
     ("4xB-40G@1000", ("--draft-weights", "int8,int4")),
-    ("12xA-4G@1000.5", ("--concurrency", 30, "--goal", "latency")),
+    ("12xA-4G@1000.5", ("--concurrency", 30, "--goal", "latency", "--draft-weights", "none")),
 )
 
 
@@ -180,7 +180,11 @@ def test_printed_flags_make_that_layout(gpus: str, more: tuple[Any, ...], run: A
     assert _of_job(pasted["jobs, rayspec serve"]) == expected
     assert run("serve", "--model", "demo", *shlex.split(pasted["jobs, rayspec serve"]), "--help").exit_code == 0
     arguments = eval(f"dict({best['flags']['python']})")
-    assert _of_engine(EngineConfig(model="m", **arguments)) == expected
+    engine = EngineConfig(model="m", **arguments)
+    assert _of_engine(engine) == expected
+    copies = best["options"]["draft_weights"]
+    assert set(engine.speculation.draft_weights) == set(copies)
+    assert set(_engine_of(pasted["jobs, rayspec serve"]).speculation.draft_weights) == set(copies)
 
     shown = run("placement", "--model", "small", *shlex.split(pasted["rayspec placement"]), "--json", "q.json")
     assert shown.exit_code == 0, shown.output
@@ -194,6 +198,7 @@ def test_printed_flags_make_that_layout(gpus: str, more: tuple[Any, ...], run: A
     assert manifest.exit_code == 0, manifest.output
     entrypoint = list(yaml.safe_load_all(manifest.stdout))[-1]["spec"]["entrypoint"]
     assert _of_job(" ".join(shlex.split(entrypoint)[2:])) == expected
+    assert set(_engine_of(" ".join(shlex.split(entrypoint)[2:])).speculation.draft_weights) == set(copies)
 
 
 def _pasted(text: str) -> Iterator[tuple[str, str]]:
@@ -203,12 +208,16 @@ def _pasted(text: str) -> Iterator[tuple[str, str]]:
         yield name, flags.strip()
 
 
-def _of_job(flags: str) -> tuple[int, int, int]:
+def _engine_of(flags: str) -> EngineConfig:
     """What the engine is told by the real parser of a job."""
     words = shlex.split(flags)
     if "--model" not in words:
         words = ["--model", "m", "--output", "o", *words, "in"]
-    return _of_engine(engine_of_job(words))
+    return engine_of_job(words)
+
+
+def _of_job(flags: str) -> tuple[int, int, int]:
+    return _of_engine(_engine_of(flags))
 
 
 def _of_engine(engine: EngineConfig) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ from rayspec.config import EngineConfig
 from rayspec.decode.loading import cache_size
 from rayspec.model.matrices import num_bytes
 from rayspec.model.sizes import ModelSizes, model_sizes, quantised_bytes
+from rayspec.model.weights import read_config
 from rayspec.ops.plan import placement
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
@@ -18,13 +19,13 @@ from rayspec.types import ConfigError
 from tests import every_type
 from tests.exhaustive import few_of
 from tests.families import checkpoint
-from tests.ops.plan.models import LLAMA_70B, LLAMA_405B
+from tests.ops.plan.models import LLAMA_8B, LLAMA_70B, LLAMA_405B
 
 GIB = 2**30
 
 
 def placed(config: LlamaConfig, gpus: str, **options: Any) -> Placement:
-    return place(config, PlacementOptions(gpus=gpus, **options))
+    return place(config, PlacementOptions(**{"gpus": gpus, "draft_weights": "none"} | options))
 
 
 def num_layers(placement: Placement) -> list[int]:
@@ -63,7 +64,8 @@ def test_layers_with_a_window_hold_the_windows_of_all_sequences() -> None:
     config = Gemma3TextConfig(num_hidden_layers=12, sliding_window=1024, dtype="bfloat16")
     found = place(config, PlacementOptions(gpus="1xH100-80G", context=32768, concurrency=8))
     per_token = 2 * config.num_key_value_heads * config.head_dim * 2
-    windowed = cache_size(EngineConfig(model="", max_num_seqs=8), 8 * 32768, 1024).num_windowed_slots
+    engine = EngineConfig(model="", max_num_seqs=8, device="cuda")
+    windowed = cache_size(engine, 8 * 32768, 1024).num_windowed_slots
     assert 8 * 1024 < windowed < 24 * 1024
     assert found.stages[0].kv_bytes == per_token * (2 * 8 * 32768 + 10 * windowed)
 
@@ -71,12 +73,42 @@ def test_layers_with_a_window_hold_the_windows_of_all_sequences() -> None:
 def test_copies_for_drafts_take_memory_and_no_time() -> None:
     plain, drafting = placed(LLAMA_70B, "8xH100-80G"), placed(LLAMA_70B, "8xH100-80G", draft_weights="int8")
     more = sum(stage.weight_bytes for stage in drafting.stages) - sum(stage.weight_bytes for stage in plain.stages)
-    head = num_bytes("int8", LLAMA_70B.vocab_size, LLAMA_70B.hidden_size)
+    head = num_bytes("int8", LLAMA_70B.vocab_size, LLAMA_70B.hidden_size, on_cpu=False)
     assert more == head + sum(quantised_bytes(LLAMA_70B, "int8")) > 60 * GIB
     assert drafting.step_s == pytest.approx(plain.step_s)
     both = placed(LLAMA_70B, "3xH100-80G", draft_weights="int4,int8", context=1, concurrency=1)
     assert not both.fits
     assert placed(LLAMA_70B, "3xH100-80G", context=1, concurrency=1).fits
+
+
+def test_copies_for_drafts_count_unless_there_are_none() -> None:
+    usual, named = place(LLAMA_70B, PlacementOptions(gpus="8xH100")), placed(LLAMA_70B, "8xH100", draft_weights="int4")
+    assert usual.stages == named.stages
+    assert total_bytes(usual) > 1.1 * total_bytes(placed(LLAMA_70B, "8xH100"))
+
+
+QUANTISED = {
+    "fp8": {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]},
+    "gptq": {"quant_method": "gptq", "bits": 4},
+}
+
+
+def test_weights_have_the_type_that_the_checkpoint_has_after_the_load(run: Any, tmp_path: Path) -> None:
+    for name, settings in QUANTISED.items():
+        LlamaConfig(**LLAMA_8B.to_dict(), quantization_config=settings).save_pretrained(tmp_path / name)
+    plain, fp8 = (placed(LLAMA_8B, "1xH100", quantization=each, concurrency=1) for each in (None, "fp8"))
+    usual = {"concurrency": 1, "draft_weights": "none"}
+    config = read_config(str(tmp_path / "fp8"))
+    own, old = (place(config, PlacementOptions(gpus=gpu, **usual)) for gpu in ("H100", "A100-80G"))
+    assert own.stages == fp8.stages
+    assert old.stages[0].weight_bytes == plain.stages[0].weight_bytes, "it does not multiply in fp8"
+    assert place(read_config(str(tmp_path / "gptq")), PlacementOptions(gpus="H100", **usual)).stages == plain.stages
+    shown = run("--model", "fp8", "--gpus", "1xH100", "--concurrency", 1)
+    assert "in fp8 with embedding and head in bfloat16" in shown.stdout
+    refused = run("--model", "gptq", "--gpus", "1xH100", "--quantization", "int4")
+    assert "option 'quantization' is 'int4', but the gptq weights of this checkpoint become plain" in refused.stderr
+    refused = run("--model", "fp8", "--gpus", "2xH100", "--tensor", 2)
+    assert "option 'tensor' is 2, and ranks cannot split fp8 weights: set it to 1" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -129,7 +161,9 @@ COMMAND = ("placement",)
 
 def test_the_command_prints_and_saves_what_goes_where(run: Any, tmp_path: Path) -> None:
     LLAMA_70B.save_pretrained(tmp_path / "70b")
-    result = run("--model", "70b", "--gpus", "8xH100-80G", "--tensor", 1, "--json", "out/p.json")
+    result = run(
+        "--model", "70b", "--gpus", "8xH100-80G", "--tensor", 1, "--draft-weights", "none", "--json", "out/p.json"
+    )
     assert result.exit_code == 0, result.output
     assert "70.55 billion parameters in bfloat16" in result.stdout
     rows = [line for line in result.stdout.splitlines() if "H100-80G" in line]
@@ -137,9 +171,6 @@ def test_the_command_prints_and_saves_what_goes_where(run: Any, tmp_path: Path) 
         *("1: H100-80G", "16-31", "32-63", "25.5", "32.0", "11.3", "18", "yes")
     ]
     assert result.stdout.rstrip().endswith("it fits")
-    assert "are not counted: --draft-weights int4" in " ".join(result.stdout.split())
-    counted = run("--model", "70b", "--gpus", "8xH100-80G", "--tensor", 1, "--draft-weights", "int4")
-    assert "are not counted" not in " ".join(counted.stdout.split())
     saved = json.loads((tmp_path / "out" / "p.json").read_text(encoding="utf-8"))
     assert (saved["fits"], saved["missing_bytes"], saved["options"]["tensor"]) == (True, 0, 1)
     assert [stage["layers"] for stage in saved["stages"]] == [[0, 15], [16, 31], [32, 47], [48, 63], [64, 79]]
@@ -149,12 +180,13 @@ def test_the_command_prints_and_saves_what_goes_where(run: Any, tmp_path: Path) 
 
 def test_the_command_fails_where_it_does_not_fit(run: Any, tmp_path: Path) -> None:
     LLAMA_405B.save_pretrained(tmp_path)
-    result = run("--model", tmp_path / "config.json", "--gpus", "8xH100-80G", "--json", "p.json")
+    model = ("--model", tmp_path / "config.json", "--gpus", "8xH100-80G", "--draft-weights", "none")
+    result = run(*model, "--json", "p.json")
     assert result.exit_code == 1
     assert "it does not fit: 457.7 GiB are missing" in result.stdout
     assert "58.2 GiB missing" in result.stdout
     assert json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["fits"] is False
-    ranks = run("--model", tmp_path / "config.json", "--gpus", "8xH100-80G", "--tensor", "8")
+    ranks = run(*model, "--tensor", "8")
     missing = placed(LLAMA_405B, "8xH100-80G", tensor=8).missing_bytes
     assert f"{8 * missing / GIB:.1f} GiB are missing" in ranks.stdout
 
