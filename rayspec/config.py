@@ -532,11 +532,10 @@ class ParallelOptions(Options):
 
     @property
     def num_cpus(self) -> float:
-        """Ray CPUs that all shards reserve, with one for the owner of each replica's shards. 0 where replicas have no
-        shards: they take the CPUs that there are."""
+        """Ray CPUs that all shards reserve. 0 where replicas have no shards: they take the CPUs that there are."""
         if self.replicas > 1 and self.stages * self.tensor == 1:
             return 0.0
-        return self.replicas * (1 + self.stages * self.tensor * self.cpus_per_shard)
+        return self.replicas * self.stages * self.tensor * self.cpus_per_shard
 
 
 class OffloadOptions(Options):

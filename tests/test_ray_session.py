@@ -247,8 +247,8 @@ def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
 @pytest.mark.parametrize(
     ("parallel", "least", "address"),
     [
-        (ParallelOptions(stages=20, tensor=2), 42, None),
-        (ParallelOptions(stages=20, replicas=2, cpus_per_shard=0.5), 23, "local"),
+        (ParallelOptions(stages=20, tensor=2), 41, None),
+        (ParallelOptions(stages=20, replicas=2, cpus_per_shard=0.5), 21, "local"),
         (ParallelOptions(replicas=64), 4, ""),  # replicas without shards share what there is
     ],
 )

@@ -1,11 +1,15 @@
-"""Waiting for what another thread or process does."""
+"""Waiting for what another thread, process or job does."""
 
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
 
 from rayspec.pool.stopped import is_stopped_here
 
@@ -27,3 +31,14 @@ def freeze(pid: int) -> None:
     message that was sent afterwards."""
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: is_stopped_here(pid))
+
+
+@contextmanager
+def all_cpus() -> Iterator[None]:
+    """Reserve all CPUs of a cluster of one node, as the engines of other jobs do."""
+    group = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])  # type: ignore[no-untyped-call]
+    try:
+        assert group.wait(60)
+        yield
+    finally:
+        remove_placement_group(group)

@@ -128,7 +128,9 @@ class Scan:
 
 
 def scan_pieces(pieces: Sequence[Piece], first: int, columns: Columns, limit: int | None) -> Iterator[pa.Table]:
-    """Yield tables of SCAN_SCHEMA with at most `limit` rows of some pieces. first: the index of the first piece."""
+    """Yield tables of SCAN_SCHEMA with at most `limit` rows of some pieces. first: the index of the first piece. The
+    first table is empty: it shows that the task runs."""
+    yield SCAN_SCHEMA.empty_table()
     num_left = sys.maxsize if limit is None else limit
     for index, piece in enumerate(pieces, start=first):
         rows = ((number, row.without_input()) for number, row in read_piece(piece, columns, with_text=False))

@@ -22,13 +22,12 @@ from rayspec.batch.job import LocalBackend, Order, Source, numbers_by_piece, sca
 from rayspec.batch.rows import Columns, Row
 from rayspec.command.terminal import say
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.pipeline.placement import errors_of_actor, first_line, gpus_per_shard
+from rayspec.pipeline.placement import errors_of_actor, first_line, gpus_per_shard, reserving_nothing
 from rayspec.pool.supervisor import EnginePool
-from rayspec.pool.worker import NO_ROOM, EngineFactory
+from rayspec.pool.worker import NO_ROOM, PATIENCE_S, EngineFactory
 from rayspec.ray_session import ray_session, refuse_client
 from rayspec.types import RayspecError
 
-_READ_CPUS = 0.5
 _MAX_READ_TASKS = 64  # Ray Data needs 0.2 s for even the smallest task: small files share a task
 _READER_THREADS = ("StreamingExecutor-", "ray-data-metadata-prefetch", "iter_threaded")  # name prefixes
 
@@ -58,23 +57,32 @@ class RayBackend(LocalBackend):
             yield from super()._scanned(source)
             return
         pieces = source.pieces
-        num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
-        num_tasks = max(1, min(len(pieces), int(num_cpus)))
+        num_tasks = min(len(pieces), _num_readers())
         scan: Any = ray.remote(scan_pieces).options(num_returns="streaming")
         bounds = itertools.pairwise(len(pieces) * task // num_tasks for task in range(num_tasks + 1))
         tasks = [scan.remote(pieces[start:end], start, source.columns, source.limit) for start, end in bounds]
         with errors_of_reading():
+            if not ray.wait(tasks, timeout=PATIENCE_S)[0]:
+                say("the cluster has no free CPU: the job waits for one, to scan its input")
             yield from map(ray.get, itertools.chain.from_iterable(tasks))
 
     def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:
-        """Read and yield the rows of a scan. For an order, Ray Data spills rows that do not fit in memory to disk."""
+        """Read and yield the rows of a scan. For an order, Ray Data sorts them now, spilling to disk what is too much.
+
+        Read tasks reserve nothing: they would wait for CPUs that the engines of several jobs hold, which wait for rows.
+        """
         wanted = sorted(numbers_by_piece(left).items())
         items = [{"piece": source.pieces[index], "wanted": sorted(numbers)} for index, numbers in wanted]
-        blocks = ray.data.from_items(items, override_num_blocks=max(1, min(len(items), _MAX_READ_TASKS)))
-        dataset = blocks.flat_map(partial(_read, columns=source.columns), num_cpus=_READ_CPUS)
-        if order != "input":
-            keyed = dataset.map(lambda row: row | {_KEY: sort_key(Row(**row), order)}, num_cpus=_READ_CPUS)
-            dataset = keyed.sort(_KEY).drop_columns([_KEY])
+        num_blocks = max(1, min(len(items), _MAX_READ_TASKS))
+        blocks = ray.data.from_items(items, override_num_blocks=num_blocks)
+        dataset = blocks.flat_map(
+            partial(_read, columns=source.columns, order=order),
+            compute=ray.data.TaskPoolStrategy(size=min(num_blocks, _num_readers())),
+            **reserving_nothing(),
+        )
+        if order != "input":  # a sort reserves CPUs, so it ends before the engines start
+            with errors_of_reading():
+                dataset = patient(dataset.sort(_KEY).drop_columns([_KEY])).materialize()
         return rows_of(dataset)
 
     def pool(self, factory: EngineFactory, *, max_restarts: int) -> EnginePool:
@@ -156,5 +164,11 @@ def rows_of(dataset: ray.data.Dataset) -> Generator[Row]:
             yield from (Row(**fields) for fields in batch.to_pylist())
 
 
-def _read(item: dict[str, Any], columns: Columns) -> Iterator[dict[str, Any]]:
-    yield from (asdict(row) for _, row in read_piece(item["piece"], columns, frozenset(item["wanted"])))
+def _num_readers() -> int:
+    num_cpus: float = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
+    return max(1, int(num_cpus))
+
+
+def _read(item: dict[str, Any], columns: Columns, order: Order) -> Iterator[dict[str, Any]]:
+    for _, row in read_piece(item["piece"], columns, frozenset(item["wanted"])):
+        yield asdict(row) | ({_KEY: sort_key(row, order)} if order != "input" else {})

@@ -193,6 +193,16 @@ def wait_for(calls: Sequence[Future[T]], timeout_s: float) -> list[T]:
     return [call.result() for call in calls]
 
 
+def reserving_nothing() -> dict[str, Any]:
+    """Return Ray's options for a process that reserves nothing. A head node without CPUs, which may be small, gets the
+    process only if there is no other node."""
+    nodes: list[dict[str, Any]] = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    bare = [node["NodeID"] for node in nodes if not node["Resources"].get("CPU")]
+    if not 0 < len(bare) < len(nodes):
+        return {"num_cpus": 0}
+    return {"num_cpus": 0, "label_selector": {"ray.io/node-id": f"!in({', '.join(bare)})"}}
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message that is not blank, or the error's kind."""
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import itertools
+import logging
 import pickle
 import secrets
 from collections import deque
@@ -34,6 +35,7 @@ from rayspec.pipeline.placement import (
     first_line,
     gpus_per_shard,
     remove_orphaned_groups,
+    reserving_nothing,
     sized,
     wants_gpu,
 )
@@ -44,6 +46,10 @@ _MIN_CPUS_TO_RESERVE = 3
 # Finished texts travel with outputs to the pool, and with later items to the other engines, as an item of their own.
 _TEXTS, _MAX_TEXTS, _MAX_MESSAGES = -1, 16, 64
 NO_ROOM = (ObjectStoreFullError, OutOfDiskError)  # in Ray's store, and on the disk where it would spill
+PATIENCE_S = 30.0
+"""After which a user is told what a job waits for."""
+
+logger = logging.getLogger(__name__)
 
 Callback = Callable[[Any], None]
 """Takes a new part of an item's result before the item is done. Any thread may call it."""
@@ -237,6 +243,7 @@ class RemoteEngine:
         self._start_timeout_s = options.start_timeout_s if options is not None else None
 
     async def load(self) -> Any:
+        late = asyncio.get_running_loop().call_later(PATIENCE_S, _tell_of_waiting)
         try:
             self._place = await asyncio.wait_for(answer(self._actor.place.remote()), self._start_timeout_s)
         except asyncio.TimeoutError:
@@ -246,6 +253,8 @@ class RemoteEngine:
             ) from None
         except RayActorError as error:
             raise self._death(error) from None
+        finally:
+            late.cancel()
         info, dtype = await self._answer(self._actor.load.remote(self._common.name))
         self._common.name = self._common.name or dtype
         if dtype != self._common.name:  # an engine on another kind of machine has loaded meanwhile
@@ -374,12 +383,14 @@ def start_worker(factory: EngineFactory) -> Any:
         usual = (on_gpu and config.gpu_memory_utilization) or KV_CACHE_SHARE["cuda" if on_gpu else "cpu"]
         config = config.replace(kv_cache_share=(config.kv_cache_share or usual) / num_sharing)
     whole, num_cpus = factory.engine, float(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
-    # Of the worker's own process: shards have reservations of their own. Ray Data needs a whole CPU besides.
+    # Ray Data tasks of a user need a whole CPU besides.
     reserved: dict[str, Any] = {"num_cpus": float(num_cpus >= _MIN_CPUS_TO_RESERVE), "num_gpus": int(wants_gpu(config))}
     if whole.parallel is not None and config.parallel is None:
         cpus = cpus_of_replica(whole.parallel.cpus_per_shard, whole, num_cpus)
         num_gpus, labels = gpus_per_shard(whole, whole.parallel), whole.parallel.labels or None
         reserved = {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": labels}
+    elif config.parallel is not None:
+        reserved = reserving_nothing()  # it would wait for shards, which wait for the CPUs that such workers hold
     options = reserved | {
         "max_concurrency": 64,
         "max_restarts": 0,
@@ -423,6 +434,16 @@ def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> flo
     """Return the CPUs to reserve for each of several engines, in a cluster of `num_cpus`. It is less than `wanted` if
     otherwise no whole CPU would be left for Ray Data."""
     return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
+
+
+def _tell_of_waiting() -> None:
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    cpus, gpus = (f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+    text = (
+        f"an engine has no process after {PATIENCE_S:g} s and waits for a place (free: {cpus}, {gpus}): `ray status` "
+        "shows what is reserved"
+    )
+    logger.warning(text)
 
 
 async def answer(reference: Awaitable[Any]) -> Any:

@@ -129,7 +129,7 @@ class LLMConfig(Options):
         """Ray CPUs that all replicas and their shards reserve."""
         own, parallel = self.deployment_config.ray_actor_options.get("num_cpus"), self.engine.parallel
         own = own if isinstance(own, int | float) else 1.0  # Serve refuses what is no number
-        return self.num_replicas * (own + (parallel.num_cpus - 1 if parallel is not None else 0))
+        return self.num_replicas * (own + (parallel.num_cpus if parallel is not None else 0))
 
     def num_ongoing(self, num_running: int, num_ingresses: int = 1) -> int:
         """Return how many requests the replicas that run now take from each of some ingresses at once. Where none runs,

@@ -5,6 +5,7 @@ import json
 import os
 import time
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from rayspec.batch.ray_backend import (
 from rayspec.batch.rows import Row
 from rayspec.ray_session import refuse_client
 from rayspec.types import ConfigError
+from tests.waiting import all_cpus
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -173,3 +175,16 @@ def test_a_dataset_that_is_not_read_to_its_end_leaves_no_thread_that_could_come_
         names = {thread.name for thread in reader_threads()}
         assert any(name.startswith(_READER_THREADS) for name in names), "Ray has renamed them"
     assert not reader_threads()
+
+
+@pytest.mark.parametrize("order", ["input", "longest"])
+def test_rows_are_read_while_engines_of_other_jobs_hold_all_cpus(tmp_path: Path, order: Order) -> None:
+    """Jobs that began at the same time waited for each other for ever."""
+    write_rows(tmp_path / "a.jsonl", [{"id": str(number), "text": "t"} for number in range(50)])
+    rows = read(RayBackend(), source_of(tmp_path), order=order)
+    thread = ThreadPoolExecutor(1)
+    try:
+        with all_cpus():
+            assert len(thread.submit(list, rows).result(60)) == 50
+    finally:
+        thread.shutdown()

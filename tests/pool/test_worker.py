@@ -26,7 +26,7 @@ from rayspec.command.settings import make_settings
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.decode.stages import Progress
-from rayspec.pool import stopped
+from rayspec.pool import stopped, worker
 from rayspec.pool.worker import (
     CommonDType,
     EngineWorker,
@@ -38,7 +38,7 @@ from rayspec.pool.worker import (
 )
 from rayspec.types import ConfigError, RayspecError, RequestError, TransportError
 from tests.pool.scripted_engine import Brittle, Scripted, Unlike
-from tests.waiting import freeze
+from tests.waiting import all_cpus, freeze
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -222,6 +222,28 @@ def test_engines_of_a_pool_have_the_data_type_of_the_first(tmp_path: Path) -> No
 
     assert asyncio.run(dtypes()) == ["bfloat16"] * 3
     assert num_choices() == 2, "the third did not choose"
+
+
+def test_an_engine_waits_for_a_cpu_and_says_so_and_one_with_shards_needs_none(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The owners of the shards of several jobs held the CPUs that their shards waited for."""
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.5)
+
+    async def run() -> None:
+        with all_cpus():
+            whole = RemoteEngine(Scripted(EngineConfig(model="demo")))
+            loading = asyncio.create_task(whole.load())
+            options = ParallelOptions(stages=2, start_timeout_s=60)
+            cut = RemoteEngine(Scripted(EngineConfig(model="demo", parallel=options)))
+            await cut.load()
+            assert not loading.done()
+        await loading
+        whole.end()
+        cut.end()
+
+    asyncio.run(run())
+    assert "waits for a place (free: 0 CPU" in caplog.text
 
 
 def test_engines_on_cpus_leave_ray_data_a_cpu() -> None:
