@@ -47,7 +47,7 @@ _MIN_CPUS_TO_RESERVE = 3
 _TEXTS, _MAX_TEXTS, _MAX_MESSAGES = -1, 16, 64
 NO_ROOM = (ObjectStoreFullError, OutOfDiskError)  # in Ray's store, and on the disk where it would spill
 PATIENCE_S = 30.0
-"""After which a user is told what a job waits for."""
+"""After which the log says what a job waits for."""
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +243,7 @@ class RemoteEngine:
         self._start_timeout_s = options.start_timeout_s if options is not None else None
 
     async def load(self) -> Any:
-        late = asyncio.get_running_loop().call_later(PATIENCE_S, _tell_of_waiting)
+        late = asyncio.get_running_loop().call_later(PATIENCE_S, _say_what_is_free)
         try:
             self._place = await asyncio.wait_for(answer(self._actor.place.remote()), self._start_timeout_s)
         except asyncio.TimeoutError:
@@ -436,7 +436,7 @@ def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> flo
     return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
 
 
-def _tell_of_waiting() -> None:
+def _say_what_is_free() -> None:
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     cpus, gpus = (f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
     text = (
