@@ -81,7 +81,7 @@ FLOORS = (
     Floor(name="rayspec.bench", below=BENCH),
     Floor(name="rayspec.cli", below=CLI),
     Floor(name="rayspec.__main__", below=frozenset({"rayspec.cli"}), only=frozenset()),
-    Floor(name="rayspec.data", below=frozenset({"rayspec.batch"})),
+    Floor(name="rayspec.data", below=frozenset({"rayspec.batch", "rayspec.errors"})),
     Floor(name="jobs", below=CLI | {"jobs"}),
     Floor(name="benchmarks", below=CLI | {"benchmarks"}),
     Floor(name="tools", below=CLI | {"tools"}),

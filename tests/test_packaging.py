@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import rayspec
 from rayspec.cli import LAZY_HELP, lazy_command
@@ -27,6 +28,14 @@ def test_constraints_allow_what_is_required() -> None:
     for requirement in pinned:
         version = pins[requirement.name.lower()]
         assert requirement.specifier.contains(version), f"constraints.txt has {version}, pyproject asks {requirement}"
+
+
+def test_a_pin_that_the_oldest_python_cannot_install_does_not_hold_for_it() -> None:
+    oldest = metadata.metadata("rayspec")["Requires-Python"].removeprefix(">=")
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        pin = Requirement(line) if line and not line.startswith("#") else None
+        if pin is not None and (pin.marker is None or pin.marker.evaluate({"python_version": oldest})):
+            assert oldest in SpecifierSet(metadata.metadata(pin.name).get("Requires-Python", "")), line
 
 
 @pytest.mark.parametrize(
@@ -109,6 +118,10 @@ for command in (["job", *job, "-o", "out-2"], ["serve", "demo"], [*job, "-o", "o
         app(command)
     except SystemExit as end:
         print(end.code, file=sys.stderr)
+try:
+    import rayspec.data
+except Exception as error:
+    print(type(error).__name__, error)
 """
 
 
@@ -118,6 +131,7 @@ def test_what_needs_no_package_of_an_extra_works_without_and_the_rest_names_the_
     done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     first, form, *shards = done.stdout.splitlines()[:4]
     assert first == "4"
+    shards.append(done.stdout.splitlines()[-1])
     assert form.startswith(
         "structured_outputs.regex: package 'llguidance' is not installed here: run `pip install '.[structured]'"
     )
