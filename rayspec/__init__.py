@@ -31,13 +31,15 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import `LLM` at its first use, because it imports torch and transformers."""
-    if name == "LLM":
-        from rayspec.llm import LLM  # noqa: PLC0415
+if not TYPE_CHECKING:  # else type checkers would take any name for one of ours
 
-        return LLM
-    raise AttributeError(f"module 'rayspec' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """Import `LLM` at its first use, because it imports torch and transformers."""
+        if name == "LLM":
+            from rayspec.llm import LLM  # noqa: PLC0415
+
+            return LLM
+        raise AttributeError(f"module 'rayspec' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

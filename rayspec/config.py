@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args
 
 import pydantic
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
 from rayspec.errors import ConfigError, plainly
@@ -69,6 +69,13 @@ class Options(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             own = [dict(item) for item in error.errors() if item["type"] != "default_factory_not_called"]
             raise ConfigError("; ".join(_explain(type(self), item) for item in own)) from None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _names_are_texts(cls, options: Any, handler: pydantic.ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(options, dict) and not all(isinstance(name, str) for name in options):
+            raise ValueError("its names must be texts")
+        return handler(options)
 
     @field_validator("*", mode="before", check_fields=False)
     @classmethod
@@ -239,6 +246,37 @@ def _integers(value: Any) -> list[int]:
 _UNSET = "unset: the checkpoint's, else "
 
 
+class SamplingKeywords(TypedDict, total=False):
+    """The keywords of `SamplingParams(...)`: its fields."""
+
+    n: int
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    stop: str | Iterable[str] | None
+    stop_token_ids: Iterable[int] | None
+    bad_words: Iterable[str] | None
+    allowed_token_ids: Iterable[int] | None
+    ignore_eos: bool
+    max_tokens: int | None
+    min_tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logit_bias: Mapping[int, float] | None
+    skip_special_tokens: bool
+    spaces_between_special_tokens: bool
+    include_stop_str_in_output: bool
+    detokenize: bool
+    truncate_prompt_tokens: int | None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None
+    use_drafts: bool
+
+
 class SamplingParams(Options):
     """How one request is sampled. Names, defaults and limits are vLLM's.
 
@@ -289,7 +327,7 @@ class SamplingParams(Options):
     structured_outputs: StructuredOutputsParams | None = Field(None, description="the form that the output must have")
     use_drafts: bool = Field(True, description="False: plain decoding for this request; the text is the same")
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: Unpack[SamplingKeywords]) -> None:
         super().__init__(**from_vllm(values, SAMPLING, type(self).model_fields))
 
     def clone(self) -> Self:

@@ -264,7 +264,7 @@ class RequestMetrics(DraftCounts):
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One generated text, with the fields of vLLM's class. `cumulative_logprob` is of the whole text, even if this
+    """One generated text, with the names of vLLM's class. `cumulative_logprob` is of the whole text, even if this
     output has only a part of the text."""
 
     index: int
@@ -282,7 +282,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The output of a request, with the fields of vLLM's class. `error` is set if the request failed; `outputs` then
+    """The output of a request, with the names of vLLM's class. `error` is set if the request failed; `outputs` then
     has the tokens generated before. prompt_logprobs: an item for each token of the prompt, if they are wanted; the
     first is None.
 
@@ -299,6 +299,10 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     error: RayspecError | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self.metrics.num_cached_tokens
 
     @classmethod
     def refused(cls, request: Request, error: RayspecError) -> RequestOutput:

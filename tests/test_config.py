@@ -4,6 +4,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import ray.data.llm
 import torch
+from typing_extensions import Unpack
 
 from rayspec import config as config_module
 from rayspec.batch.processor import ProcessorConfig
@@ -13,6 +14,7 @@ from rayspec.config import (
     EngineConfig,
     EngineKeywords,
     Options,
+    SamplingKeywords,
     SamplingParams,
     Settings,
     SpeculationOptions,
@@ -61,6 +63,8 @@ def test_every_option_of_ray_data_llm_is_here_or_refused_with_a_remedy() -> None
         ({"temperature": 0}, r"give SamplingParams\(temperature=0\) to `generate` or `chat`; in a file, .*'sampling'"),
         ({"speculation": {"zzz": 1}}, "unknown option 'zzz'; valid: .*choices, .*gate, "),
         ({"offload": {}, "parallel": {"tensor": 2}}, "'offload' does not work with option 'tensor' 2.*use more stages"),
+        ({"speculation": {1: 2}}, r"option 'speculation' is \{1: 2\}: its names must be texts"),
+        ({"offload": {True: 2}}, "option 'offload' is {True: 2}: its names must be texts"),
         ({"parallel": "atuo"}, "'parallel' is 'atuo': give a mapping.*only LLM.* takes 'auto'"),
         ({"cuda_graphs": "on", "cuda_kernels": "off"}, "'cuda_graphs' 'on' does not .* option 'cuda_kernels'.*auto"),
     ],
@@ -195,6 +199,14 @@ def test_the_keywords_of_llm_are_the_options_of_the_engine() -> None:
     }
     for name in groups:
         assert set(get_args(options[name]) or (options[name],)) < set(get_args(keywords[name]))
+
+
+def test_the_keywords_of_sampling_params_are_its_fields() -> None:
+    keywords, fields = get_type_hints(SamplingKeywords), get_type_hints(SamplingParams)
+    given_otherwise = {"stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias", "structured_outputs"}
+    assert list(keywords) == list(SamplingParams.model_fields)
+    assert all(keywords[name] == fields[name] for name in keywords.keys() - given_otherwise)
+    assert get_type_hints(SamplingParams.__init__)["values"] == Unpack[SamplingKeywords], "as type checkers read it"
 
 
 @pytest.mark.parametrize(

@@ -93,8 +93,8 @@ def _group(options: dict[str, Any], name: str) -> dict[str, Any]:
     group = options.setdefault(name, {})
     if group is None:
         group = options[name] = {}
-    if not isinstance(group, dict):
-        raise ConfigError(f"option {name!r} is {group!r}: it must be a group of options")
+    if not isinstance(group, dict) or not all(isinstance(key, str) for key in group):
+        raise ConfigError(f"option {name!r} is {group!r}: it must be a group of options, whose names are texts")
     return group
 
 

@@ -67,6 +67,7 @@ def test_the_words_on_and_off_are_no_booleans(tmp_path: Path) -> None:
         (["model"], "option 'set' is 'model': write it as name=value"),
         (["speculation..gate=1"], "write it as name=value"),
         (["model=m", "speculation=fast"], "speculation"),
+        (["model=m", "sampling={1: 2}"], "option 'sampling' is {1: 2}: it must be a group of options, whose names"),
         (["model=m", "sampling.n=2"], "option 'sampling.n' is 2: a row has one output"),
         (["model=m", "sampling.temprature=1"], "unknown option 'temprature'; did you mean 'temperature'"),
         (["model=m", "nonsense.deep=1"], "unknown option 'nonsense'"),

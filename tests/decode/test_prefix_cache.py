@@ -172,7 +172,7 @@ def test_a_shared_prefix_is_found_where_its_window_is() -> None:
     assert engine._scheduler.kv.windowed is not None
     outputs = complete(engine, questions)
     assert tokens_of(outputs) == expected
-    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 320, 320, 320]
+    assert [output.num_cached_tokens for output in outputs] == [0, 320, 320, 320], "vLLM's name"
 
 
 def test_free_memory_holds_more_tokens_where_layers_have_windows(monkeypatch: pytest.MonkeyPatch) -> None:

