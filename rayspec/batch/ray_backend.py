@@ -63,7 +63,7 @@ class RayBackend(LocalBackend):
         tasks = [scan.remote(pieces[start:end], start, source.columns, source.limit) for start, end in bounds]
         with errors_of_reading():
             if not ray.wait(tasks, timeout=PATIENCE_S)[0]:
-                say("the cluster has no free CPU: the job waits for one, to scan its input")
+                say("no task has begun to scan the input: the job waits for a free CPU or a process that starts")
             yield from map(ray.get, itertools.chain.from_iterable(tasks))
 
     def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:

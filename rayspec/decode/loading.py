@@ -116,6 +116,10 @@ def prepare_span(
     parts = split(parts)
     runs_kernels = has_kernels(config, parts)
     if agree is not None and not agree(runs_kernels) and runs_kernels:
+        if config.cuda_graphs == "on":
+            raise ConfigError(
+                "option 'cuda_graphs' is 'on', and a rank of this stage cannot run the kernels: set it to auto"
+            )
         logger.warning("%s runs without the GPU kernels, as another rank of its stage does", parts.device)
         config = config.replace(cuda_kernels="off")
     if config.own_bits and parts.device.type != "cpu":

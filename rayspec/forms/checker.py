@@ -48,7 +48,7 @@ _SAID = {
     "lexer error: too many expressions constructed": "too many expressions constructed: make its repetitions shorter",
 }
 # In Lark's syntax: texts, expressions and comments, which are left as they are, and tokens by their ids or names.
-_TOKENS = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|#)[^\n]*|/(?:[^/\\\n]|\\.)+/|<(\[\^)?[^<>\n]+>')
+_TOKENS = re.compile(r'"(?:[^"\\\n]|\\.)*"|(?://|#)[^\n]*|/(?:[^/\\]|\\.)+/|<(\[\^)?[^<>\n]+>')
 _TOO_HARD = f"it takes more than {MOST_S} s or {_MOST_BYTES >> 20} MiB to compile, or is nested too deeply: simplify it"
 
 

@@ -118,7 +118,7 @@ async def stream(
                     yield b"".join(map(event, chunks)) + (b"" if num_running else answer.end_of_events)
                     has_begun = True
         except Exception as problem:
-            error = request.told(problem) if isinstance(problem, RequestError) else problem
+            error = request.by_own_names(problem) if isinstance(problem, RequestError) else problem
             if not has_begun:
                 raise error from problem
             yield event(failure(error)) + END_OF_EVENTS
@@ -130,7 +130,7 @@ def _named_by(request: Request) -> Iterator[None]:
     try:
         yield
     except RequestError as error:
-        raise request.told(error) from None
+        raise request.by_own_names(error) from None
 
 
 async def _prepared(

@@ -199,7 +199,7 @@ def _nested(flat: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {"type": flat["type"], name: {key: value for key, value in flat.items() if key != "type"}}
 
 
-def _told_here(error: RequestError, asked: ResponsesBody) -> RequestError:
+def _by_own_names(error: RequestError, asked: ResponsesBody) -> RequestError:
     """Return an error of the chat request with the names of the body."""
     if not isinstance(error, InvalidRequestError) or error.param is None:
         return error
@@ -223,10 +223,10 @@ class ResponsesRequest(ChatRequest):
         try:
             return super().parse(asked.chat() | {"asked": asked})
         except InvalidRequestError as error:
-            raise _told_here(error, asked) from None
+            raise _by_own_names(error, asked) from None
 
-    def told(self, error: RequestError) -> RequestError:
-        return _told_here(super().told(error), self.asked)
+    def by_own_names(self, error: RequestError) -> RequestError:
+        return _by_own_names(super().by_own_names(error), self.asked)
 
 
 class ItemAnswer(Answer):

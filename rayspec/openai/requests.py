@@ -220,7 +220,7 @@ class GenerationRequest(StrictBody):
         """The form that the body asks its output to have, with the field that has it. Raises PydanticCustomError."""
         return asked_form(self._given)
 
-    def told(self, error: RequestError) -> RequestError:
+    def by_own_names(self, error: RequestError) -> RequestError:
         """Return an error by the names that this body has."""
         return self.refusal(error) if isinstance(error, GrammarError) else error
 

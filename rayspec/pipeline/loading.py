@@ -51,7 +51,7 @@ def load_pipeline(
         if sizes.why_whole:
             raise UnsupportedModelError(f"{sizes.why_whole}, so it cannot be cut into stages: remove option 'parallel'")
     window = sizes.window if sizes.splits else None
-    info = model_info(config, model, with_tokenizer=with_tokenizer, on_cpu=not num_gpus)
+    info = model_info(config, model, with_tokenizer=with_tokenizer, on_cpu=not num_gpus or options.tensor > 1)
     config = sized(config)
     blueprint = Blueprint(
         config=config.replace(parallel=options),
@@ -165,7 +165,7 @@ def _sizes(
     return model_sizes(
         model,
         dtype=dtype,
-        quantization=quantisation_of(config, model, on_cpu=on_cpu),
+        quantization=quantisation_of(config, model, on_cpu=on_cpu or options.tensor > 1),  # ranks load through the CPU
         tensor=options.tensor,
         draft_weights=allowed_copies(by_weights, config.speculation.extra_weight_bytes),
         may_split=may_split,

@@ -231,5 +231,7 @@ def gpus_per_shard(config: EngineConfig, options: ParallelOptions) -> float:
 
 
 def _runs_on_gpu(config: EngineConfig) -> bool:
+    if config.device != "auto":
+        return config.device.startswith("cuda")
     num_gpus: float = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
-    return config.device.startswith("cuda") or (config.device == "auto" and num_gpus > 0)
+    return num_gpus > 0

@@ -108,7 +108,7 @@ def test_texts_in_bfloat16_do_not_depend_on_strategy_or_batch(family: str) -> No
         assert runner.row_counts == RowCounts(1, ONE_ORDER)
         found[name, most] = tokens_of(complete(engine, prompts, GREEDY.replace(max_tokens=MAX_TOKENS)))
         assert most > 1 or {bucket.num_rows for bucket in runner.graphs.buckets if bucket.max_rows == 1} == {1}
-        assert name == "ar" or engine.stats.num_draft_tokens > 0
+        assert name != "static" or engine.stats.num_draft_tokens > 0  # "auto" drafts where that pays
     assert found == dict.fromkeys(found, found["ar", 1])
 
 

@@ -209,15 +209,15 @@ def _check_nvidia_gpus(smi: str, *, hidden_too: bool) -> tuple[Finding, int]:
 def _check_amd_gpus(*, hidden_too: bool) -> tuple[Finding, int]:
     remedy = "install torch's build for ROCm, unless the GPU is meant for something else"
     try:
-        told = ask_torch(hidden_too=hidden_too)
+        answer = ask_torch(hidden_too=hidden_too)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         return warning("GPUs", f"a driver of AMD; torch: {_reason(error)}", remedy), 0
-    names, rocm = told["names"], told["rocm"]
+    names, rocm = answer["names"], answer["rocm"]
     if not names or not rocm:
         remedy = "unset HIP_VISIBLE_DEVICES, or update the driver" if rocm else remedy
-        return warning("GPUs", f"a driver of AMD, of which torch {told['torch']} can use no GPU", remedy), 0
-    found = f"{len(names)} x {'/'.join(dict.fromkeys(names))}, torch {told['torch']} for ROCm {rocm}"
-    if told["has_nccl"]:
+        return warning("GPUs", f"a driver of AMD, of which torch {answer['torch']} can use no GPU", remedy), 0
+    found = f"{len(names)} x {'/'.join(dict.fromkeys(names))}, torch {answer['torch']} for ROCm {rocm}"
+    if answer["has_nccl"]:
         return ok("GPUs", found), len(names)
     return problem("GPUs", f"{found}, without RCCL", f"{remedy}: shards on GPUs need RCCL"), len(names)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,6 @@ from transformers import PretrainedConfig
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.loading import resolve_max_model_len
 from rayspec.machine import ray_address
-from rayspec.model.sizes import quantisation_of
 from rayspec.model.weights import in_one_line, load_config
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, ask_torch, gpu_called, gpus_spec
@@ -43,6 +43,9 @@ def with_layout(config: EngineConfig) -> EngineConfig:
 def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
     """Return the config with the best layout. nodes: the GPUs of each node with GPUs. Without `max_num_seqs`, that is
     the default concurrency of `rayspec plan`, halved until the model fits. Raises ConfigError where it does not."""
+    if config.quantization_config is not None:
+        model = copy.copy(model)
+        model.quantization_config = dict(config.quantization_config)
     usual = PlanOptions.model_fields
     context = usual_context(model) if config.max_model_len is None else resolve_max_model_len(config, model)
     usual_seqs: int = usual["concurrency"].default
@@ -52,7 +55,6 @@ def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequ
         gpus_per_node=1 if config.lora_modules or config.offload else min(map(len, nodes)),  # ranks take neither
         context=context,
         output_tokens=min(usual["output_tokens"].default, context - 1),
-        quantization=quantisation_of(config, model, on_cpu=False) if config.quantization_config else None,
         draft_weights=config.speculation.draft_weights,
         dtype=config.dtype,
         max_num_batched_tokens=config.max_num_batched_tokens or usual["max_num_batched_tokens"].default,

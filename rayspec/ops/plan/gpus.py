@@ -169,7 +169,8 @@ def _groups(spec: str) -> list[tuple[Gpu, list[int]]]:
                 name = f"{sized['name']}-{sized['memory_gb']}G" if sized is not None else model
                 gpus = [gpu for gpu in KNOWN_GPUS if name.casefold() in (gpu.label.casefold(), gpu.name.casefold())]
             elif sized is not None and float(bandwidth) > 0:
-                gpus = [Gpu(name=sized["name"], memory_gb=int(sized["memory_gb"]), bandwidth_gb_s=float(bandwidth))]
+                has_fp8 = all(gpu.has_fp8 for gpu in KNOWN_GPUS if gpu.name.casefold() == sized["name"].casefold())
+                gpus = [Gpu(sized["name"], int(sized["memory_gb"]), float(bandwidth), has_fp8=has_fp8)]
             if len(gpus) == 1 and 0 not in counts:
                 groups.append((gpus[0], counts))
                 continue

@@ -153,11 +153,12 @@ def _loaded_quantization(options: LoadOptions, config: PretrainedConfig) -> Quan
     asked, engine = options.quantization, EngineConfig(model="planned")
     if not (settings := quantiser_settings(engine, config)):
         return asked
-    own = quantisation_of(engine, config, on_cpu=options.on_cpu)
+    through_cpu = options.on_cpu or getattr(options, "num_ranks", 1) > 1  # ranks load their shares there
+    own = quantisation_of(engine, config, on_cpu=through_cpu)
     if own == "fp8" and not all(gpu.has_fp8 for gpu in parse_gpus(options.gpus)):
         own = None
     if asked is not None and (own is None or BYTES_PER_LINEAR_WEIGHT[asked] != BYTES_PER_LINEAR_WEIGHT[own]):
-        name, _ = format_of_weights(settings, on_cpu=options.on_cpu)
+        name, _ = format_of_weights(settings, on_cpu=through_cpu)
         raise ConfigError(
             f"option 'quantization' is {asked!r}, but the {name} weights of this checkpoint "
             f"{'become plain matrices at load' if own is None else f'stay {own}'}: leave it out"
@@ -173,9 +174,10 @@ def usual_context(config: PretrainedConfig) -> int:
 def place(config: PretrainedConfig, options: PlacementOptions, sizes: ModelSizes | None = None) -> Placement:
     """Place a model: stage i runs on `tensor` GPUs from number i * tensor. Without `stages` and `layers`, the stages
     are the fewest that fit. Where nothing fits, layers are spread by time alone, and `missing_bytes` is the shortage.
-    sizes: of a rank, if they are known. Raises ConfigError for GPUs that are unknown or too few (also of a node), and
-    the errors of `for_model`, `model_sizes` and `partition`."""
-    options = for_model(options, config)
+    sizes: of a rank, with options of `for_model`. Raises ConfigError for GPUs that are unknown or too few (also of a
+    node), and the errors of `for_model`, `model_sizes` and `partition`."""
+    if sizes is None:
+        options = for_model(options, config)
     node = gpus_of_a_node(options.gpus, unnamed=options.num_ranks)
     if options.num_ranks > node:
         raise ConfigError(

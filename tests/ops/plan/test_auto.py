@@ -69,6 +69,11 @@ def test_quantised_layers_are_not_cut_into_ranks() -> None:
     chosen = laid_out(config(quantization_config=int8), LLAMA_70B, nodes("8xH100"))
     assert chosen.parallel is not None
     assert chosen.parallel.tensor == 1
+    fp8 = LlamaConfig(**LLAMA_70B.to_dict(), quantization_config={"quant_method": "fp8"})
+    plain = {"quant_method": "fp8", "dequantize": True}  # the user's settings count
+    assert laid_out(config(quantization_config=plain), fp8, nodes("8xH100")).parallel == (
+        laid_out(config(), LLAMA_70B, nodes("8xH100")).parallel
+    )
 
 
 @pytest.mark.parametrize("options", [{"lora_modules": {"a": "folder"}}, {"offload": {"to": "cpu"}}])

@@ -196,6 +196,13 @@ def test_the_command_recommends_and_saves(run: Any, tmp_path: Path) -> None:
     assert run(*arguments, "--json", "out/p.json").exit_code == 0
     assert run(*arguments, "--acceptance", 2).exit_code == 2
     assert "cannot split fp8" in " ".join(run(*arguments, "--quantization", "fp8").stdout.split())
+    SMALL.quantization_config = {"quant_method": "fp8"}
+    try:
+        SMALL.save_pretrained(tmp_path / "fp8")
+    finally:
+        del SMALL.quantization_config
+    mixed = run("--model", "fp8", "--gpus", "2xH100,2xA100-80G", *arguments[4:])
+    assert mixed.exit_code == 0, mixed.output
 
 
 def test_what_is_recommended_is_a_context_that_the_model_has(run: Any) -> None:
