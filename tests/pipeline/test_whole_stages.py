@@ -201,5 +201,6 @@ def test_what_layers_read_decides_where_stages_begin(
 )
 def test_options_that_need_sublayers_are_refused(hybrid: str, parallel: dict[str, int], why: str) -> None:
     adapters = {} if "tensor" in parallel else {"one": hybrid}
+    config = EngineConfig(model=hybrid, device="cpu", parallel=parallel, lora_modules=adapters)
     with pytest.raises(RayspecError, match=why):
-        load_pipeline(EngineConfig(model=hybrid, parallel=parallel, lora_modules=adapters), with_tokenizer=False)
+        load_pipeline(config, with_tokenizer=False)
