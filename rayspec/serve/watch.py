@@ -271,8 +271,9 @@ class Watch:
                 self._starting_until_s.pop(model, None)
 
     async def _in_serve(self, models: Collection[str]) -> dict[str, Any]:
-        """Return what Serve knows of the deployments of these models. Empty if it does not answer soon."""
-        if not models:
+        """Return what Serve knows of the deployments of these models. Empty if it does not answer soon, or without
+        Ray, which the question would start."""
+        if not models or not ray.is_initialized():
             return {}
         if self._serve_status is None or self._serve_status.done():
             self._serve_status = asyncio.ensure_future(asyncio.to_thread(serve.status))

@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import ray
 from ray import serve
 
 from rayspec.pool.stopped import Place
@@ -39,6 +40,7 @@ async def looked(watch: Watch, patch: pytest.MonkeyPatch, names: set[str], statu
     """Serve has these replicas, and says this of the model."""
     app = SimpleNamespace(deployments={"Model:m": SimpleNamespace(status=status)})
     patch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: names)
+    patch.setattr(ray, "is_initialized", lambda: True)
     patch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
     await watch.look()
     await watch.ask_serve()
@@ -72,6 +74,7 @@ def test_a_model_whose_replicas_fail_to_start_is_a_problem(trigger: str, monkeyp
     watch = Watch({"m": HANDLE}, replica_timeout_s=TIMEOUT_S, may_be_absent={"m"})
     model = SimpleNamespace(status_trigger=trigger)
     app = SimpleNamespace(deployments={"Model:m": model})
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app, "other": app}))
     problems = ["m: its replicas fail to start"] if trigger == "REPLICA_STARTUP_FAILED" else []
     assert asyncio.run(watch.problems()) == problems
@@ -81,6 +84,7 @@ def test_serve_is_asked_by_one_thread_however_often_the_health_is_asked(monkeypa
     """While Serve's controller did not answer, the threads of all other work waited for it."""
     watch, asked, goes_on = Watch({"m": HANDLE}, replica_timeout_s=60, may_be_absent={"m"}), list[int](), Event()
     monkeypatch.setattr("rayspec.serve.watch._STATUS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(serve, "status", lambda: asked.append(1) or goes_on.wait(60))
 
     async def run() -> None:
