@@ -713,10 +713,10 @@ class _SharedResults:
             self._give(row, self._left.row(twin))
 
     def check(self) -> None:
-        """Add errors for the rows without a result. Files that could not be read have one error."""
+        """Add errors for the rows without a result of this run. Files that could not be read have one error."""
         self._folder.commit()
         rows, pieces = self._left.rows, self._left.pieces
-        is_there = pc.is_in(rows["id"], value_set=self._folder.parts.ids)
+        is_there = pc.is_in(rows["id"], value_set=self._folder.parts.new_ids)
         for index in np.flatnonzero(np.logical_not(is_there.to_numpy())).tolist():
             row = self._left.row(index)
             if pieces[rows["piece"][index].as_py()].name not in self._unread:

@@ -487,6 +487,7 @@ class Parts:
         self.ignores_some = len(index) < len(stored)
         """Whether earlier sessions stored rows that could not be read."""
         self._state = tuple(names), _counting(index).combine_chunks()
+        self._num_earlier = len(names)
 
     def append(self, rows: Sequence[Row], run_id: str) -> None:
         """Write the rows as one part, whole or not at all. Raises OSError."""
@@ -540,9 +541,10 @@ class Parts:
         return Counter({found["values"]: found["counts"] for found in pc.value_counts(kinds).to_pylist()})
 
     @property
-    def ids(self) -> pa.ChunkedArray:
-        """The ids of all rows, those that could not be read included."""
-        return self._state[1]["id"]
+    def new_ids(self) -> pa.ChunkedArray:
+        """The ids of all rows of this session, those that could not be read included."""
+        index = self._state[1]
+        return index["id"].filter(pc.greater_equal(index["part"], self._num_earlier))
 
     # --- reading ---
 

@@ -405,7 +405,7 @@ def _shift(scores: Tensor, rows: LogitRows) -> Tensor:
 
 
 def _divide(scores: Tensor, rows: LogitRows) -> Tensor:
-    return scores.div_(_column([min(sampler.params.temperature, 1e30) for sampler in rows.samplers], scores))
+    return scores.div_(_column([sampler.params.temperature for sampler in rows.samplers], scores))
 
 
 def _cut_to_min_p(scores: Tensor, rows: LogitRows) -> Tensor:

@@ -53,7 +53,7 @@ class DecodingParams(SamplingParams):
     """
 
     repetition_penalty: float = Field(1.0, gt=0.0)
-    temperature: float = Field(1.0, ge=0.0)
+    temperature: float = Field(1.0, ge=0.0, le=3e38)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0.0, le=1.0)

@@ -231,3 +231,11 @@ def test_an_input_that_is_replaced_while_it_is_read_loses_no_row_without_a_word(
     again, _ = run("a.jsonl")
     assert sorted(again) == ["0", "1", "2", "3", "new"]
     assert all(row["summary"] for row in again.values())
+    # A row that is done again has an earlier result, which is no answer to its new text.
+    before = map(json.loads, Path("in.jsonl").read_text().splitlines())
+    changed = [row | {"text": "Changed."} if row["id"] == 1 else row for row in before]
+    write_lines(Path("in.jsonl"), changed)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "scan", replaced)
+        _, said = run("a.jsonl", "--changed", "redo", code=3)
+    assert "1 failed (unreadable_file 1)" in said

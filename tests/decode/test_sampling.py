@@ -73,7 +73,7 @@ def random_logits(rows: int, seed: int = 0, vocab_size: int = V) -> Tensor:
         DecodingParams(temperature=0, min_tokens=5, stop_token_ids=tuple(range(V))),
         DecodingParams(repetition_penalty=1e300, presence_penalty=2.0),
         DecodingParams(repetition_penalty=1e-300, frequency_penalty=2.0),
-        DecodingParams(temperature=1e300),
+        DecodingParams(temperature=3e38),
         DecodingParams(temperature=1e-5, logit_bias=dict.fromkeys(range(V), -100.0)),
         DecodingParams(top_p=1e-12, top_k=1, min_p=1.0),
     ],
