@@ -404,14 +404,15 @@ def _unobserved() -> AbstractContextManager[Observe]:
 
 class AsyncEngine:
     """The engine of an LLM, for coroutines: one engine loop runs all of them. client: says what the engine does, and
-    whether it lives. observing: gives what gets every output of a request, while the request runs."""
+    whether it lives. client_name: of the requests, see `Request.client`. observing: gives what gets every output of a
+    request, while the request runs."""
 
     def __init__(self, llm: LLM, observing: Callable[[], AbstractContextManager[Observe]] = _unobserved) -> None:
         self.llm, self._observing = llm, observing
         self.tokenizer: PreTrainedTokenizerBase = llm.tokenizer
         self.client = llm.client
         self._numbers = itertools.count()
-        self._owner = self._client_name = ""
+        self._owner = self.client_name = ""
         self._adapter: str | None = None
 
     @property
@@ -422,7 +423,7 @@ class AsyncEngine:
     def owned_by(self, owner: str, client: str = "") -> Self:
         """Return the same engine for the requests of an owner and a client, see `Request`."""
         other = copy.copy(self)
-        other._owner, other._client_name = owner, client
+        other._owner, other.client_name = owner, client
         return other
 
     def with_adapter(self, adapter: str) -> Self:
@@ -468,7 +469,7 @@ class AsyncEngine:
             stream=stream,
             background=background,
             owner=self._owner,
-            client=self._client_name,
+            client=self.client_name,
             adapter=self._adapter,
         )
 

@@ -16,7 +16,7 @@ THINK, END_OF_THINK = "<think>", "</think>"
 CHANNELS = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")  # of gpt-oss, around its reasoning and its answer
 THINKING = ("deepseek_r1", "qwen3")  # values of option reasoning_parser whose models write these
 MOST_TOKENS_OF_THINK = 16  # with what stands around them at the end of a prompt
-_MAX_CHARACTERS = 1 << 18
+MAX_CHARACTERS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,15 @@ class StructuredOutputsParams:
             texts = list(given_texts) if isinstance(given_texts, list | tuple) else []
             if not texts or not all(isinstance(text, str) and text for text in texts):
                 raise _wrong("choice", self.choice, "a list of texts that are not empty")
-            object.__setattr__(self, "choice", tuple(texts))
+            object.__setattr__(self, "choice", _Texts(texts))
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise _wrong(name, value, "a text that is not empty")
         _check_options(self)
         num_characters = len(repr((self.json, self.regex, self.choice, self.grammar, self.whitespace_pattern)))
-        if num_characters > _MAX_CHARACTERS:
-            raise ConfigError(f"structured_outputs: {given[0]} has more than {_MAX_CHARACTERS} characters: shorten it")
+        if num_characters > MAX_CHARACTERS:
+            raise ConfigError(f"structured_outputs: {given[0]} has more than {MAX_CHARACTERS} characters: shorten it")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> StructuredOutputsParams:
@@ -91,6 +91,20 @@ class StructuredOutputsParams:
         return dataclasses.replace(self, reasoning="inside" if end.endswith(THINK) else "before")
 
 
+class _Texts(tuple[str, ...]):  # noqa: SLOT001 - it keeps its hash
+    """Texts whose hash is computed once: there may be thousands of them, and each sequence looks for its form."""
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        if "_hash" not in vars(self):
+            self._hash = super().__hash__()
+        return self._hash
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        return type(self), (list(self),)  # the hash is another one in another process
+
+
 def _check_options(form: StructuredOutputsParams) -> None:
     for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
         if not isinstance(getattr(form, name), bool | None):
@@ -103,8 +117,8 @@ def _schema_text(schema: Any) -> str:
     """Return a JSON schema as text. Raises ConfigError."""
     if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
         schema = schema.model_json_schema()
-    if isinstance(schema, str) and len(schema) > _MAX_CHARACTERS:
-        raise ConfigError(f"structured_outputs: json has more than {_MAX_CHARACTERS} characters: shorten it")
+    if isinstance(schema, str) and len(schema) > MAX_CHARACTERS:
+        raise ConfigError(f"structured_outputs: json has more than {MAX_CHARACTERS} characters: shorten it")
     try:
         schema = json_format.loads(schema) if isinstance(schema, str) else schema
         if isinstance(schema, Mapping):

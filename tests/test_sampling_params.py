@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from rayspec import LLM, SamplingParams, demo
+from rayspec.decode import requests
+from rayspec.prompts import text_tokens
 from rayspec.types import ConfigError, InvalidTokenError, Logprob, Request, RequestOutput
 from tests.demo_model import demo_tokenizer, shallow_demo
 from tests.exhaustive import few_of
@@ -70,6 +73,14 @@ def test_bad_words_never_come(llm: LLM) -> None:
     assert len(words) == 4
     text = _one(llm, bad_words=words, **params).outputs[0].text
     assert not set(words) & set(text.split())
+
+
+def test_bad_words_are_tokenized_once_for_all_prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine tokenizes them between two steps, for 50 ms where there are many."""
+    asked = Mock(side_effect=text_tokens)
+    monkeypatch.setattr(requests, "text_tokens", asked)
+    llm.generate([{"prompt_token_ids": [60]}] * 20, SamplingParams(bad_words=["agency", "road"], max_tokens=1))
+    assert asked.call_count <= 4
 
 
 @pytest.mark.parametrize("word", ["\n", " "], ids=["newline", "space"])

@@ -10,8 +10,9 @@ import operator
 import reprlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -255,7 +256,8 @@ def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
     return token_ids
 
 
-def bad_word_tokens(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=16)  # a request for many prompts asks for each
+def bad_word_tokens(words: tuple[str, ...], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     """Return the tokens of each word, and of the same word after a space where these end in others. Spaces before a
     word are left out, as in vLLM, but not those of a word that has nothing else."""
     found: list[tuple[int, ...]] = []
@@ -263,7 +265,7 @@ def bad_word_tokens(words: Iterable[str], tokenizer: Any) -> list[tuple[int, ...
         text = word.lstrip() or word
         plain, spaced = (tuple(text_tokens(space + text, tokenizer, add_special_tokens=False)) for space in ("", " "))
         found += [plain] if spaced[1:] == plain else [plain, spaced]
-    return [tokens for tokens in found if tokens]
+    return tuple(tokens for tokens in found if tokens)
 
 
 def _integer(token: Any) -> int:

@@ -36,15 +36,23 @@ _FEW_LOGPROBS = 5_000
 class Limit:
     """Limits what takes memory in an engine: the sequences of background requests, also while they wait, or
     log-probabilities. Work is admitted in the order of arrival, while fewer than `most` are under way; it may have more
-    itself."""
+    itself. A client that has none under way does not wait with small work, of up to a quarter of `most`."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0
         self._turn, self._has_left = asyncio.Lock(), asyncio.Event()
+        self._clients = set[str]()  # with work that has not waited
 
     @asynccontextmanager
-    async def admit(self, count: int, room: int = 1) -> AsyncIterator[None]:
-        """Wait until `room` are free, then count the work while the context is open."""
+    async def admit(self, count: int, room: int = 1, client: str = "") -> AsyncIterator[None]:
+        """Wait until `room` are free, then count the work while the context is open. client: empty for none."""
+        if client and client not in self._clients and count <= self._most // 4:
+            self._clients.add(client)
+            try:
+                yield
+            finally:
+                self._clients.discard(client)
+            return
         async with self._turn:
             while self._count and self._count + room > self._most:
                 self._has_left.clear()
@@ -76,7 +84,7 @@ async def respond(
     """
     with _named_by(request):
         engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
-        async with _room_for(request, prompts, logprobs):
+        async with _room_for(request, prompts, logprobs, engine.client_name):
             tasks = [asyncio.ensure_future(_run(engine, prompt, background)) for prompt in prompts]
             try:
                 outputs = await asyncio.gather(*tasks)
@@ -88,7 +96,7 @@ async def respond(
             size += sum(_num_shown(request, len(one.outputs)) * len(row or ()) for one, row in of_prompts)
             size += sum(len(one.outputs) * len(one.prompt_token_ids) for one in outputs) * _shows_prompts(request)
             size += sum(len(completion.text) for one in outputs for completion in one.outputs)  # parsers read the texts
-            return await in_thread_if_large(partial(answer.whole, outputs), size)
+            return await in_thread_if_large(partial(answer.whole, outputs), size, engine.client_name)
 
 
 async def stream(
@@ -109,7 +117,7 @@ async def stream(
         engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
     num_running, has_begun = len(prompts), False
     together = _stream_together(engine, prompts, interval_s)
-    async with _room_for(request, prompts, logprobs), aclosing(together) as pieces:
+    async with _room_for(request, prompts, logprobs, engine.client_name), aclosing(together) as pieces:
         try:
             async for prompt_index, piece in pieces:
                 num_running -= piece.finished
@@ -182,14 +190,15 @@ async def _prompts(
     num_characters, prompts, info = request.num_characters, list[Prompt](), engine.client.info
     params: dict[int, SamplingParams] = {}
     # One after the other, so that prompts of other requests come in between.
-    for prompt in await in_thread_if_large(lambda: request.prompts, num_characters):
+    for prompt in await in_thread_if_large(lambda: request.prompts, num_characters, engine.client_name):
+        await asyncio.sleep(0)  # small ones are tokenized here
         is_cut = request.truncate_prompt_tokens is not None
         given: Any = prompt if tool_use is None else tool_use.messages(prompt)
         if dropped:
             given = [{name: message[name] for name in message if name not in dropped} for message in given]
         num_added = 0 if tool_use is None else len(given) - len(prompt)
         work = partial(_tokens, given, engine, rendering, is_cut=is_cut, num_added=num_added)
-        token_ids = await in_thread_if_large(work, num_characters)
+        token_ids = await in_thread_if_large(work, num_characters, engine.client_name)
         token_ids = request.cut(token_ids, engine.max_model_len)
         room = max(1, (info.config.kv_cache_tokens or engine.max_model_len) - len(token_ids))
         usual = min(info.defaults.max_new_tokens or room, room)
@@ -234,10 +243,12 @@ def _num_logprobs(request: Request, prompts: Sequence[Prompt]) -> tuple[int, int
     return of_outputs, of_prompts
 
 
-def _room_for(request: Request, prompts: Sequence[Prompt], logprobs: Limit | None) -> AbstractAsyncContextManager[None]:
+def _room_for(
+    request: Request, prompts: Sequence[Prompt], logprobs: Limit | None, client: str
+) -> AbstractAsyncContextManager[None]:
     """Return the context in which a request may run. A request with few log-probabilities does not wait."""
     count = sum(_num_logprobs(request, prompts))
-    return nullcontext() if logprobs is None or count <= _FEW_LOGPROBS else logprobs.admit(count, room=count)
+    return nullcontext() if logprobs is None or count <= _FEW_LOGPROBS else logprobs.admit(count, count, client)
 
 
 def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, **options: Any) -> list[int]:

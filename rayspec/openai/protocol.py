@@ -22,6 +22,7 @@ _MOST_CHARACTERS = 1000  # a message may quote what was sent
 # Each part of a body costs memory and time far beyond its bytes; items of arrays cost less than the others.
 _MOST_PARTS, _PARTS = 100_000, b"{[:"  # objects, arrays and fields, and what they begin with
 _MOST_ITEMS, _ITEMS = 2_000_000, b","
+_BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 
 
 class InvalidRequestError(RequestError):
@@ -61,6 +62,17 @@ def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
     if (num_keys := _num_keys(found)) != content.count(b":") and num_keys != _num_outside(content, b":"):
         json.loads(content, object_pairs_hook=_check_keys)  # which names the key, and takes several times as long
     return found
+
+
+def parsed_bytes(content: bytes) -> int:
+    """Return about how many bytes the objects, arrays and items of JSON take in memory. A text of so
+    many bytes takes about as long to be read."""
+    return _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * (content.count(b"{") + content.count(b"["))
+
+
+def size_of(content: bytes) -> int:
+    """Return how many bytes JSON has or, if these are more, about how many its parsed values have."""
+    return max(len(content), parsed_bytes(content))
 
 
 def _num_keys(value: Any) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from queue import PriorityQueue
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import msgspec
@@ -36,24 +37,33 @@ _MOST_IN_TEMPLATE = 2**22  # characters of variables, times messages: a chat tem
 
 class LargeWork:
     """Runs work on large contents in a few threads, because megabytes take seconds of the event loop, memory, and the
-    interpreter's lock. The smallest waiting work is next, so that many megabytes do not hold up a document."""
+    interpreter's lock. Clients take turns. Of a client's waiting work, the smallest is next, so that many megabytes do
+    not hold up a document."""
 
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="rayspec-large-work")
-        self._waiting: PriorityQueue[tuple[int, int, Callable[[], Any], Future[Any]]] = PriorityQueue()
-        self._numbers = itertools.count()
+        self._lock, self._numbers = threading.Lock(), itertools.count()
+        # Heaps by client, whose turn it is first.
+        self._waiting: dict[str, list[tuple[int, int, Callable[[], Any], Future[Any]]]] = {}
+        self._newest = ""  # the last that had its turn
 
-    async def run(self, work: Callable[[], T], size: int) -> T:
+    async def run(self, work: Callable[[], T], size: int, client: str = "") -> T:
         """Return the result. size: characters, bytes or tokens. Cancelling drops work that has not begun."""
         if size <= _LONG:
             return work()
         result: Future[T] = Future()
-        self._waiting.put((size, next(self._numbers), work, result))
-        self._threads.submit(self._run_smallest)
+        with self._lock:
+            heappush(self._waiting.setdefault(client, []), (size, next(self._numbers), work, result))
+        self._threads.submit(self._run_next)
         return await asyncio.wrap_future(result)
 
-    def _run_smallest(self) -> None:
-        _, _, work, result = self._waiting.get()
+    def _run_next(self) -> None:
+        with self._lock:
+            self._newest = next((client for client in self._waiting if client != self._newest), self._newest)
+            of_client = self._waiting.pop(self._newest)
+            _, _, work, result = heappop(of_client)
+            if of_client:
+                self._waiting[self._newest] = of_client  # behind the others
         if not result.set_running_or_notify_cancel():
             return
         try:

@@ -14,7 +14,7 @@ from rayspec.openai.parsers import HERMES, CallParser, HarmonyParser, ToolFormat
 from rayspec.openai.protocol import InvalidRequestError
 from rayspec.openai.requests import ChatRequest
 from rayspec.prompts import Rendering, chat_template
-from rayspec.structured import END_OF_THINK, THINK, StructuredOutputsParams
+from rayspec.structured import END_OF_THINK, MAX_CHARACTERS, THINK, StructuredOutputsParams
 from rayspec.types import ConfigError
 
 # As most chat templates have it, and templates of transformers write JSON.
@@ -112,12 +112,17 @@ class ToolUse:
         return needed
 
     def _grammar(self) -> str:
-        """Return the grammar of outputs in Lark's syntax: calls, or any text with calls in it."""
-        form, rules = self.form, ["%llguidance {}", r"TEXT: /(.|\n)*/"]
+        """Return the grammar of outputs in Lark's syntax: calls, or any text with calls in it. Raises ConfigError
+        for one that is too long."""
+        form, rules, num_characters = self.form, ["%llguidance {}", r"TEXT: /(.|\n)*/"], 0
         for at, tool in enumerate(self.called):
             head = form.head.replace("NAME", tool.function.name)
             rules.append(f"call_{at}: {self._literal(head)} arguments_{at} {self._literal(form.tail)}")
-            rules += self._rules_of_arguments(at, tool.function.schema_of_arguments)
+            for rule in self._rules_of_arguments(at, tool.function.schema_of_arguments):
+                num_characters += len(rule)
+                if num_characters > MAX_CHARACTERS:  # each argument may have all the definitions that its schema shares
+                    raise ConfigError(f"the grammar of the calls has more than {MAX_CHARACTERS} characters: shorten it")
+                rules.append(rule)
         one = " | ".join(f"call_{at}" for at in range(len(self.called)))
         rules.append(f"call: {self._literal(form.opens)} ({one}) {self._literal(form.closes)}")
         more = f"({self._literal(form.between)} call)*" if self.is_parallel else ""

@@ -155,15 +155,19 @@ class Admission:
         self.under_way = 0
         self._held: Counter[str] = Counter()
 
-    @property
-    def is_full(self) -> bool:
-        return self._most is not None and self.under_way >= self._most
+    def refuses(self, client: str) -> bool:
+        """Return whether the limit is reached and the client has its share."""
+        num_clients = len(self._held.keys() | {client})
+        is_full = self._most is not None and self.under_way >= self._most
+        return is_full and (self._held[client] + 1) * num_clients > (self._most or 0)
+
+    def has_some(self, client: str) -> bool:
+        return client in self._held
 
     @contextmanager
     def admit(self, weight: int = 1, client: str = "", *, is_sure: bool = False) -> Iterator[None]:
         """Count a request while the context is open. Raises Refused at the limit, unless it `is_sure` to be kept."""
-        has_share = (self._held[client] + 1) * len(self._held.keys() | {client}) > (self._most or 0)
-        if self.is_full and has_share and not is_sure:
+        if self.refuses(client) and not is_sure:
             raise Refused(self._refusal)
         self.under_way += weight
         self._held[client] += weight
@@ -256,8 +260,8 @@ class Entry:
     """Decides which requests may enter. hosts, origins: see `allowed_host` and `allowed_origin`. posts: counts POST and
     DELETE requests; gets: other requests that need a key; free: the rest. draining: no request may enter any more.
 
-    While `posts` is full, each new request ends the body that has been arriving for longest, if that is longer than a
-    second: a client that begins many requests and sends no bodies must not shut out the others.
+    While `posts` is full, a client that has its share of them ends the body of its own that has been arriving for
+    longest, if that is longer than a second, with each new request: bodies that do not come keep no places.
     """
 
     keys: ApiKeys
@@ -267,14 +271,15 @@ class Entry:
     gets: Admission
     free: Admission = field(default_factory=Admission)
     draining: bool = False
-    _arriving: dict[asyncio.Future[None], float] = field(default_factory=dict)  # since when, the oldest first
+    # Of which client and since when, the oldest first.
+    _arriving: dict[asyncio.Future[None], tuple[str, float]] = field(default_factory=dict)
 
     @property
     def num_under_way(self) -> int:
         return self.posts.under_way + self.gets.under_way + self.free.under_way
 
     @contextmanager
-    def admitted(self, receive: Receive) -> Iterator[Receive]:
+    def admitted(self, receive: Receive, client: str) -> Iterator[Receive]:
         """Count a POST or DELETE request while the context is open, and yield what receives its body. Raises Refused,
         and so does what is yielded."""
         late, has_arrived = asyncio.get_running_loop().create_future(), False
@@ -283,7 +288,7 @@ class Entry:
             nonlocal has_arrived
             if has_arrived:
                 return await receive()
-            self._arriving.setdefault(late, time.monotonic())
+            self._arriving.setdefault(late, (client, time.monotonic()))
             message = asyncio.ensure_future(receive())
             try:
                 await asyncio.wait({message, late}, return_when=asyncio.FIRST_COMPLETED)
@@ -296,16 +301,23 @@ class Entry:
                     self._arriving.pop(late, None)
             return message.result()
 
-        oldest, since_s = next(iter(self._arriving.items()), (None, 0.0))
-        is_sure = self.posts.is_full and oldest is not None and time.monotonic() - since_s > _PATIENCE_S
-        if is_sure and oldest is not None:
-            del self._arriving[oldest]
-            oldest.set_result(None)
+        slow = self._slow_of(client) if self.posts.refuses(client) else None
+        if slow is not None:
+            del self._arriving[slow]
+            slow.set_result(None)
         try:
-            with self.posts.admit(is_sure=is_sure):
+            with self.posts.admit(client=client, is_sure=slow is not None):
                 yield received
         finally:
             self._arriving.pop(late, None)
+
+    def _slow_of(self, client: str) -> asyncio.Future[None] | None:
+        """Return the body of the client that has been arriving for longest; of all bodies, if the client has no request
+        under way. None where that is not long."""
+        is_new = not self.posts.has_some(client)
+        found = ((one, since_s) for one, (whose, since_s) in self._arriving.items() if is_new or whose == client)
+        oldest, since_s = next(found, (None, 0.0))
+        return oldest if time.monotonic() - since_s > _PATIENCE_S else None
 
     def client(self, request: Request) -> str:
         """Return what stands for the client of a request: its key, or its network."""
@@ -320,14 +332,14 @@ class Entry:
                 await app(scope, receive, send)
                 return
             headers, has_cost = Headers(scope=scope), scope["method"] in {"POST", "DELETE"}
-            needs_key = scope["path"] not in open_paths
+            needs_key, client = scope["path"] not in open_paths, self.client(Request(scope))
             try:
                 with ExitStack() as held:
                     if not has_cost:
                         admission = self.gets if needs_key else self.free
-                        held.enter_context(admission.admit(client=self.client(Request(scope))))
+                        held.enter_context(admission.admit(client=client))
                     self._check(headers, has_cost=has_cost, needs_key=needs_key)
-                    await app(scope, held.enter_context(self.admitted(receive)) if has_cost else receive, send)
+                    await app(scope, held.enter_context(self.admitted(receive, client)) if has_cost else receive, send)
             except Refused as refused:
                 await error_response(refused.error)(scope, receive, send)
 

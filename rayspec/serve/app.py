@@ -125,7 +125,7 @@ def model_deployment(config: LLMConfig, *, replica_timeout_s: float, name: str, 
         "deployment_config",
         actor={"num_cpus": 1, "num_gpus": num_gpus} | {key: one for key, one in given.items() if one is not None},
         name=name,
-        max_ongoing_requests=config.max_ongoing_requests,
+        max_ongoing_requests=config.num_calls,
         max_queued_requests=-1 if own.max_queued_requests is None else own.max_queued_requests,  # the ingress has one
         health_check_timeout_s=own.health_check_timeout_s or replica_timeout_s,
         request_router_config=_ROUTING,

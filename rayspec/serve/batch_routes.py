@@ -94,9 +94,10 @@ def add_batch_routes(
     @app.post("/v1/batches", **described.takes(BatchRequest, Batch))
     @_told
     async def create_batch(request: Request) -> Response:
+        client = client_of(request)
         with ExitStack() as held:
-            asked, _ = await bodies.read(request, BatchRequest, held)
-        batch = await asyncio.to_thread((await store()).new_batch, asked, client_of(request))
+            asked, _ = await bodies.read(request, BatchRequest, client, held)
+        batch = await asyncio.to_thread((await store()).new_batch, asked, client)
         runner.wake.remote()
         return json_response(batch)
 
@@ -142,7 +143,7 @@ async def _upload(request: Request, store: BatchStore, options: ServeOptions) ->
                         problem = f"it has more than {max_bytes} bytes; split it"
                         raise InvalidRequestError.of("file", problem, code="request_too_large", status=413)
                     await asyncio.to_thread(content.write, piece)
-            elif part.name == "purpose":
+            elif part.name == "purpose" and purpose is None:
                 purpose = ""
                 async for piece in part.pieces:
                     purpose += piece.decode("utf-8", "replace")

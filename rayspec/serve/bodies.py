@@ -13,14 +13,13 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody
+from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody, parsed_bytes, size_of
 from rayspec.openai.tokenizing import LargeWork
 from rayspec.serve.access import NO_UPGRADE, NOT_JSON, OVERRUN, Admission, Refused, too_large, too_slow
 from rayspec.serve.options import ServeOptions
 
 _LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most SMALL bytes do not count
 SMALL = 2**16
-_BYTES_OF_ITEM, _BYTES_OF_OBJECT = 40, 250  # in memory, once they are parsed
 _JSON, _FORM = "application/json", "multipart/form-data"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it
 _MOST_HEADERS = 8192
@@ -39,12 +38,12 @@ class BodyReader:
         self._large = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN)
         self._turn, self._parsing = asyncio.Lock(), LargeWork(1)
 
-    async def read(self, request: Request, kind: type[Body], held: ExitStack) -> tuple[Body, bytes]:
+    async def read(self, request: Request, kind: type[Body], client: str, held: ExitStack) -> tuple[Body, bytes]:
         """Return the body of a request, parsed and as it came. Raises RequestError for a body that is no `kind`.
 
         Raises Refused for a body that is too large, too slow, compressed, or one of too many large ones; and for one
-        without a JSON content type: web pages of any origin may send other types without a CORS preflight. held: a
-        large body counts until the end of this, as its values stay in memory as long as the request.
+        without a JSON content type: web pages of any origin may send other types without a CORS preflight. client:
+        whose turn it is. held: a large body counts until the end of this, as its values stay in memory until then.
         """
         connection = request.headers.get("connection", "").lower().split(",")
         upgrades = "upgrade" in request.headers or "upgrade" in [token.strip() for token in connection]
@@ -53,18 +52,17 @@ class BodyReader:
             raise Refused(NOT_JSON)
         _check_encoding(request)
         try:
-            content = await asyncio.wait_for(self._content(request, held), timeout_s)
+            content = await asyncio.wait_for(self._content(request, client, held), timeout_s)
         except asyncio.TimeoutError:
             raise Refused(NO_UPGRADE if upgrades else too_slow(timeout_s)) from None
         if upgrades and not content:
             raise Refused(NO_UPGRADE)
-        num_objects = content.count(b"{") + content.count(b"[")
-        num_bytes = _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * num_objects  # of the parsed values
+        num_bytes = parsed_bytes(content)
         if num_bytes > SMALL:
-            held.enter_context(self._large.admit(num_bytes))
-        return await self._parsing.run(partial(kind.read, content), len(content)), content
+            held.enter_context(self._large.admit(num_bytes, client))
+        return await self._parsing.run(partial(kind.read, content), size_of(content), client), content
 
-    async def _content(self, request: Request, held: ExitStack) -> bytes:
+    async def _content(self, request: Request, client: str, held: ExitStack) -> bytes:
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
             raise Refused(too_large(self._max_bytes))
@@ -76,7 +74,7 @@ class BodyReader:
                     await asyncio.sleep(0)
             if len(body) > max(SMALL, num_counted):
                 num_bytes = int(announced) if announced.isdecimal() else len(body)
-                held.enter_context(self._large.admit(num_bytes))
+                held.enter_context(self._large.admit(num_bytes, client))
                 num_counted += num_bytes
             if len(body) > self._max_bytes:
                 raise Refused(too_large(self._max_bytes))

@@ -43,7 +43,7 @@ from rayspec.serve.batch_routes import add_batch_routes
 from rayspec.serve.bodies import SMALL, BodyReader
 from rayspec.serve.calls import Deadline, ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
-from rayspec.serve.options import ServeOptions
+from rayspec.serve.options import TOKENIZED_AT_ONCE, ServeOptions
 from rayspec.serve.scrape import CONTENT_TYPE, scrape
 from rayspec.serve.unread import EventStream, Unread, WholeAnswer
 from rayspec.serve.watch import PERIOD_S, EndpointStatus, Watch
@@ -76,6 +76,7 @@ class Ingress:
         }
         self._num_ingresses = num_ingresses
         self._places = {one.model_id: Places(one.num_ongoing(1, num_ingresses)) for one in options.llm_configs}
+        self._tokenizing = {one.model_id: Places(TOKENIZED_AT_ONCE, leaves_room=False) for one in options.llm_configs}
         self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
         self.watch = Watch(
             self.models,
@@ -94,17 +95,15 @@ class Ingress:
         """Answer a request for text, streamed or not. Raises RequestError and Refused."""
         with ExitStack() as held:
             deadline = Deadline(self.options.request_timeout_s)
-            asked, body = await self.bodies.read(request, kind, held)
+            client = self.entry.client(request)
+            asked, body = await self.bodies.read(request, kind, client, held)
             model, name = self._ready_model(asked.model), _name_of(request)
             own = self.model_of[asked.model]
             owner = self.entry.keys.owner(request.headers.get("authorization"))
-            client = self.entry.client(request)
             held.enter_context(self._admissions[own].admit(asked.num_sequences, client))
-            places, is_streamed = self._places[own], asked.stream
+            is_streamed = asked.stream
             del asked  # its values take several times as much memory as the body
-            turn = places.ask(client, is_large=len(body) > SMALL)
-            held.callback(places.leave, client, turn)
-            await while_connected(request, deadline.within(turn))
+            await while_connected(request, deadline.within(_turn(self._places[own], client, len(body), held)))
             if self.watch.is_absent(own):
                 await while_connected(request, deadline.within(self._presence(own)))
             if not is_streamed:
@@ -121,11 +120,14 @@ class Ingress:
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Raises RequestError and Refused."""
         with ExitStack() as held:
-            asked, body = await self.bodies.read(request, kind, held)
+            client = self.entry.client(request)
+            asked, body = await self.bodies.read(request, kind, client, held)
             name = asked.model or next(iter(self.models))
             model, deadline = self._ready_model(name), Deadline(self.options.request_timeout_s)
-            await while_connected(request, deadline.within(self._presence(self.model_of[name])))
-            work = fetch(model.tokenize.remote(kind, body, _name_of(request)), deadline)
+            own = self.model_of[name]
+            await while_connected(request, deadline.within(_turn(self._tokenizing[own], client, len(body), held)))
+            await while_connected(request, deadline.within(self._presence(own)))
+            work = fetch(model.tokenize.remote(kind, body, _name_of(request), client), deadline)
             return json_response(await while_connected(request, work))
 
     async def card(self, model: str) -> ModelCard:
@@ -279,6 +281,13 @@ def _add_web(app: FastAPI) -> frozenset[str]:
     return frozenset(files)
 
 
+def _turn(places: Places, client: str, num_bytes: int, held: ExitStack) -> asyncio.Future[None]:
+    """Ask for a place, and return the turn. held: the place is kept until the end of this."""
+    turn = places.ask(client, is_large=num_bytes > SMALL)
+    held.callback(places.leave, client, turn)
+    return turn
+
+
 def _name_of(request: Request) -> str:
     """Return the end of the answer's ids: the request's own id where it is usable, else a random id."""
     asked = request.headers.get("x-request-id", "")
@@ -293,7 +302,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             return error_response(ApiError.of(error))
         case HTTPException():  # of the router: an unknown path, a wrong method
             code = HTTPStatus(error.status_code).name.lower()
-            message = f"{request.method} {request.url.path}: {error.detail}."
+            message = f"{request.method} {request.scope['path']}: {error.detail}."
             return error_response(ApiError(error.status_code, code, message), error.headers)
         case ClientDisconnect():  # nobody reads this; it is no server error
             return Response(status_code=400)

@@ -23,7 +23,7 @@ from rayspec.llm import AsyncEngine
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import LOGPROBS_AT_ONCE, Limit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
-from rayspec.openai.protocol import INTERNAL, ApiError
+from rayspec.openai.protocol import INTERNAL, ApiError, size_of
 from rayspec.openai.requests import Request
 from rayspec.openai.responses import ModelCard, Response, json_body
 from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest, in_thread_if_large
@@ -83,7 +83,7 @@ class ModelServer:
         engine = self._engine.owned_by(owner, client)
 
         async def work() -> Response:
-            request, created = await _parsed(kind, body), int(time.time())
+            request, created = await _parsed(kind, body, client), int(time.time())
             limit = self._logprobs
             return await respond(request, engine, self._served, name=name, created=created, logprobs=limit)
 
@@ -96,13 +96,13 @@ class ModelServer:
         return await answer(line, self._engine, self._served, **limits)
 
     async def tokenize(
-        self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str
+        self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str, client: str = ""
     ) -> bytes | ApiError:
 
         def work() -> Any:
             return kind.read(body).answer(self._engine, self._served)
 
-        return await _encoded(in_thread_if_large(work, len(body)), name)
+        return await _encoded(in_thread_if_large(work, size_of(body), client), name)
 
     async def card(self) -> ModelCard:
         return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
@@ -113,7 +113,7 @@ class ModelServer:
         """Yield the answer as server-sent events. An error before the first event is yielded as it is, and ends the
         stream; a later error is an event too. Closing the generator ends the request."""
         events = stream(
-            await _parsed(kind, body),
+            await _parsed(kind, body, client),
             self._engine.owned_by(owner, client),
             self._served,
             name=name,
@@ -194,8 +194,8 @@ def _own_id() -> str:
     return str(ray.get_runtime_context().get_actor_id())
 
 
-async def _parsed(kind: type[Request], body: bytes) -> Request:
-    return await in_thread_if_large(lambda: kind.read(body), len(body))
+async def _parsed(kind: type[Request], body: bytes, client: str) -> Request:
+    return await in_thread_if_large(lambda: kind.read(body), size_of(body), client)
 
 
 async def _encoded(work: Awaitable[Any], name: str) -> bytes | ApiError:

@@ -20,6 +20,8 @@ from rayspec.command.settings import read_options_file
 from rayspec.config import EngineConfig, Options, ParallelOptions, SamplingParams
 from rayspec.types import ConfigError
 
+TOKENIZED_AT_ONCE = 4  # bodies of /tokenize and /detokenize, in an ingress
+
 
 class AutoscalingOptions(Options):
     """Serve's options, of which rayspec reads these. All numbers may be text, because templates often quote them."""
@@ -34,12 +36,13 @@ class DeploymentOptions(Options):
     """The options of a Serve deployment, under Serve's names. All go to Serve, which knows more than the ones that
     rayspec reads itself. Unknown names raise ConfigError when the deployment is made.
 
-    num_replicas: None: 1, or as autoscaling_config says. max_ongoing_requests: most requests of one replica; None:
-    twice the sequences that its engine decodes at once, so that new sequences are always ready. max_queued_requests:
-    most requests that wait for a replica; None: the sequences that all replicas decode at once; -1: no limit. Further
-    requests get 429. health_check_timeout_s: None: replica_timeout_s. graceful_shutdown_timeout_s: time for requests
-    under way before a replica ends. ray_actor_options: by default one CPU, and one GPU if the engine runs in the
-    replica's process and the cluster has GPUs. Shards of `parallel` have their own reservations.
+    num_replicas: None: 1, or as autoscaling_config says. max_ongoing_requests: most requests of one replica, without
+    those of batches; None: twice the sequences that its engine decodes at once, so that new sequences are always ready.
+    max_queued_requests: most requests that wait for a replica; None: the sequences that all replicas decode at once;
+    -1: no limit. Further requests get 429. health_check_timeout_s: None: replica_timeout_s.
+    graceful_shutdown_timeout_s: time for requests under way before a replica ends. ray_actor_options: by default one
+    CPU, and one GPU if the engine runs in the replica's process and the cluster has GPUs. Shards of `parallel` have
+    their own reservations.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -118,6 +121,12 @@ class LLMConfig(Options):
     @property
     def max_ongoing_requests(self) -> int:
         return self.deployment_config.max_ongoing_requests or 2 * self.engine.num_seqs
+
+    @property
+    def num_calls(self) -> int:
+        """Most calls of one replica at once: requests, as many lines of batches as its engine decodes at once, and
+        texts to tokenize. Calls that wait in Serve take no turns, so none should."""
+        return self.max_ongoing_requests + self.engine.num_seqs + TOKENIZED_AT_ONCE
 
     @property
     def num_replicas(self) -> int:

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import pickle
 import random
 import re
 import sys
@@ -833,3 +834,19 @@ def test_a_form_that_one_text_makes_too_hard_is_there_for_others() -> None:
             other.extend_to(own)
             assert other.wait(60)
             assert not other.error
+
+
+def test_many_choices_are_hashed_once() -> None:
+    """Each sequence of a request looks for its form several times."""
+    texts = ["".join(pair) for pair in product("abcdefghij", repeat=4)]
+    form = StructuredOutputsParams(choice=texts)
+    start_s = time.perf_counter()
+    form.__hash__()
+    once_s = time.perf_counter() - start_s
+    start_s = time.perf_counter()
+    for _ in range(100):
+        form.__hash__()
+    assert time.perf_counter() - start_s < 5 * once_s
+    copied = pickle.loads(pickle.dumps(form))
+    assert (copied, hash(copied)) == (form, hash(form))
+    assert "_hash" not in vars(pickle.loads(pickle.dumps(form)).choice), "another process has other hashes"

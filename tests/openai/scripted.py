@@ -26,6 +26,7 @@ class ScriptedEngine:
 
     tokenizer = demo_tokenizer()
     max_model_len = 512
+    client_name = ""
 
     def __init__(self, outcomes: Mapping[int, RayspecError | str] | None = None) -> None:
         self.outcomes = outcomes or {}

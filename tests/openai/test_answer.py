@@ -422,8 +422,13 @@ def test_requests_for_many_log_probabilities_run_in_turn() -> None:
             request = parsed(asked, **changes)
             tasks.append(asyncio.create_task(respond(request, engine, SERVED, logprobs=limit, **STAMP)))
             await settled(num_asked)
+        engine.client_name = "other"  # its first request is under way beside those
+        few = TEXT | {"prompt": [41], "logprobs": 5, "max_tokens": 400, "n": 10}
+        for num_asked in (3, 3):
+            tasks.append(asyncio.create_task(respond(parsed(few), engine, SERVED, logprobs=limit, **STAMP)))
+            await settled(num_asked)
         tasks[0].cancel()
-        await settled(3)
+        await settled(5)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,7 @@
 """Tokens of texts and conversations, and back."""
 
 import asyncio
+import json
 import time
 from functools import partial
 from pathlib import Path
@@ -11,9 +12,9 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from rayspec.openai.protocol import InvalidRequestError
+from rayspec.openai.protocol import InvalidRequestError, size_of
 from rayspec.openai.requests import ChatRequest, CompletionRequest
-from rayspec.openai.tokenizing import DetokenizeRequest, Messages, TokenizeRequest, in_thread_if_large
+from rayspec.openai.tokenizing import DetokenizeRequest, LargeWork, Messages, TokenizeRequest, in_thread_if_large
 from rayspec.prompts import Rendering, conversation_tokens
 from rayspec.types import InvalidMessagesError, InvalidTokenError, PromptTooLongError
 from tests.demo_model import demo_tokenizer
@@ -151,8 +152,27 @@ def test_small_work_overtakes_large_work_that_waits() -> None:
     assert begun.index(30_000) < 8
 
 
+def test_clients_take_turns_at_large_work() -> None:
+    begun: list[str] = []
+    large = LargeWork(1)
+
+    def work(client: str) -> None:
+        time.sleep(0.01)
+        begun.append(client)
+
+    async def run() -> None:
+        asked = [("greedy", 30_000)] * 20 + [("other", 10**6)]
+        await asyncio.gather(*(large.run(partial(work, client), size, client) for client, size in asked))
+
+    asyncio.run(run())
+    assert begun.index("other") <= 2
+    assert begun.count("greedy") == 20
+
+
 def test_the_size_of_what_is_to_be_tokenized() -> None:
     assert CompletionRequest.parse({"model": "m", "prompt": ["ab", "c"]}).num_characters == 3
     assert CompletionRequest.parse({"model": "m", "prompt": [1, 2, 3]}).num_characters == 0
     empty = [{"role": "user", "content": ""}] * 2000
     assert ChatRequest.parse({"model": "m", "messages": empty}).num_characters > 100_000, "no message is free"
+    assert size_of(json.dumps(empty[:600]).encode()) > 100_000, "they take longer to be read than their characters"
+    assert size_of(b"a" * 1000) == 1000

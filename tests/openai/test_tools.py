@@ -38,6 +38,7 @@ WEATHER: dict[str, Any] = {
 }
 TOOLS = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
+TAGS = "qwen3_coder"
 CHAT: dict[str, Any] = {
     "model": "m",
     "messages": [{"role": "user", "content": "Is it cold in Rome?"}],
@@ -252,6 +253,16 @@ def test_a_bad_request_says_where(changes: dict[str, Any], param: str, message: 
     with pytest.raises(InvalidRequestError, match=message) as caught:
         ChatRequest.parse(CHAT | changes)
     assert caught.value.param == param
+
+
+def test_definitions_that_each_argument_repeats_are_limited() -> None:
+    """With an argument in a tag of its own. 4,500 arguments would take 300 MB and many seconds of the event loop."""
+    schema = {"properties": {f"p{at}": {} for at in range(4500)}, "$defs": {"a": {"description": "a" * 60_000}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    tool_use = ToolUse.of(ChatRequest.parse(CHAT | {"tools": tools, "tool_choice": "required"}), demo_tokenizer(), TAGS)
+    assert tool_use is not None
+    with pytest.raises(InvalidRequestError, match="tools: the grammar of the calls has more than 262144 characters"):
+        tool_use.sampling  # noqa: B018 - raises
 
 
 def test_a_schema_that_cannot_be_enforced_is_refused(engine: AsyncEngine) -> None:

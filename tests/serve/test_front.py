@@ -118,6 +118,7 @@ def test_a_body_is_read_whatever_stands_before_it(address: tuple[str, int], head
         *(POST + b"x-long: " + b"a" * num_bytes + b"\r\n\r\n" for num_bytes in (2**14, 2**15, 2**17)),
         POST + b"a:\r\n" * 600 + b"\r\n",
         POST + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 2000,
+        POST + b"transfer-encoding: chunked\r\n\r\n" + (b"20\r\n" + b"a" * 32 + b"\r\n") * 1100,
     ],
 )
 def test_what_is_no_request_is_told_as_openai_tells_it(address: tuple[str, int], request_head: bytes) -> None:

@@ -9,10 +9,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
@@ -23,9 +24,12 @@ from ray.exceptions import RayError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from rayspec.openai.answer import end_tasks
+from rayspec.openai.requests import CompletionRequest
 from rayspec.openai.responses import ModelCard
 from rayspec.serve import access
 from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Entry, Places, Refused, allowed_host, network_of
+from rayspec.serve.bodies import BodyReader
 from rayspec.serve.calls import while_connected
 from rayspec.serve.ingress import Ingress, build_app
 from rayspec.serve.options import LLMConfig, ServeOptions
@@ -386,8 +390,9 @@ def test_each_client_has_a_share_of_what_is_admitted() -> None:
             pass
 
 
-def test_a_client_that_keeps_many_answers_leaves_places_to_others() -> None:
-    """As one that downloads large files slowly."""
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_client_that_keeps_many_answers_leaves_places_to_others(method: str) -> None:
+    """As one that downloads large files slowly, or has many texts tokenized."""
     posts, gets = (Admission(2, refusal=BUSY) for _ in range(2))
     entry = Entry(keys=ApiKeys.of(["a", "b"]), hosts=(), origins=(), posts=posts, gets=gets)
 
@@ -403,10 +408,66 @@ def test_a_client_that_keeps_many_answers_leaves_places_to_others() -> None:
         ) as http:
             asked = []
             for key in ("a", "a", "a", "b"):
-                asked.append(asyncio.create_task(http.get("/", headers={"authorization": f"Bearer {key}"})))
+                asked.append(asyncio.create_task(http.request(method, "/", headers={"authorization": f"Bearer {key}"})))
                 await asyncio.sleep(0.01)
             end.set()
             assert [(await one).status_code for one in asked] == [200, 200, 429, 200]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_client_ends_no_slow_body_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_PATIENCE_S", 0.0)
+    entry = Entry(keys=ApiKeys.of([]), hosts=(), origins=(), posts=Admission(2), gets=Admission())
+
+    async def scenario() -> None:
+        never = asyncio.Event()
+
+        async def receive() -> Any:
+            await never.wait()
+
+        with ExitStack() as held:
+            slow, own = (
+                asyncio.ensure_future(held.enter_context(entry.admitted(receive, client))())
+                for client in ("slow", "greedy")
+            )
+            await asyncio.sleep(0)
+            held.enter_context(entry.admitted(receive, "greedy"))
+            with pytest.raises(Refused):
+                await own
+            held.enter_context(entry.admitted(receive, "new"))  # within its share
+            assert not slow.done()
+            slow.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_large_bodies_of_one_client_are_no_reason_to_refuse_others() -> None:
+    """They may be announced, and never come."""
+    config = {"model_loading_config": {"model_id": "demo"}}
+    reader = BodyReader(ServeOptions(llm_configs=(config,), max_request_bytes=2**17))
+    body = json.dumps(BODY | {"user": "x" * 70_000}).encode()
+
+    def request(*, ends: bool) -> Any:
+        async def stream() -> AsyncIterator[bytes]:
+            yield body
+            if not ends:
+                await asyncio.Event().wait()
+
+        headers = {"content-type": "application/json", "content-length": str(2**17)}
+        return SimpleNamespace(headers=headers, stream=stream)
+
+    async def scenario() -> None:
+        with ExitStack() as held:
+            read = partial(reader.read, kind=CompletionRequest, held=held)
+            slow = [asyncio.create_task(read(request(ends=False), client="slow")) for _ in range(8)]
+            while reader._large.under_way < 8 * 2**17:
+                await asyncio.sleep(0.01)
+            with pytest.raises(Refused):
+                await read(request(ends=True), client="slow")
+            asked, content = await read(request(ends=True), client="other")
+            assert (asked.model, content) == ("demo", body)
+            await end_tasks(slow)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
@@ -444,6 +505,17 @@ def test_a_store_that_fails_is_no_fault_of_the_request(
     assert str(tmp_path) not in answer.text
     (record,) = (one for one in caplog.records if one.name == "rayspec.serve.batch_routes")
     assert record.exc_info is None
+
+
+def test_a_form_of_many_parts_is_refused_at_the_second_of_a_name(tmp_path: Path) -> None:
+    """Millions of small parts would take minutes of the event loop."""
+    (tmp_path / ".lock").touch()
+    part = b'--b\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    headers = {"content-type": "multipart/form-data; boundary=b"}
+    answer = asked(
+        path="/v1/files", headers=headers, content=2 * part + FORM, ingress=ingress_of(batches=str(tmp_path))
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "purpose")
 
 
 @pytest.mark.parametrize(
