@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
 from rayspec.errors import ConfigError, InvalidMessagesError, RequestError
@@ -284,9 +284,12 @@ def conversation_text(messages: Sequence[Any], tokenizer: Any, rendering: Render
 def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **options: Any) -> Any:
     conversation, template = read_conversation(messages), rendering.template_of(tokenizer)
     check_rendered(conversation, template)
+    takes_parts = _takes_parts_only(tokenizer, template)
     takes_text = _TAKES_TEXT.search(template) is not None and _TAKES_OBJECTS.search(template) is None
     template, num_of_none = _ASKS_FOR_NONE.subn(r"\1|default(none)", template)
     for message in conversation:
+        if takes_parts and message["content"] is not None:
+            message["content"] = _as_parts(message["content"])
         if num_of_none and "tool_calls" in message:
             message["content"] = message["content"] or None
         for call in message.get("tool_calls", ()):
@@ -317,6 +320,26 @@ def _templated(messages: Sequence[Any], tokenizer: Any, rendering: Rendering, **
                     "that the chat template does not describe need a system message"
                 )
         raise InvalidMessagesError(f"the messages cannot be made a prompt: {told}") from error
+
+
+_PROBE = "rayspec"
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+@lru_cache(maxsize=16)
+def _takes_parts_only(tokenizer: Any, template: str) -> bool:
+    """Return whether the template shows the parts of a content, and drops a content that is a text, as LLaVA's."""
+
+    def shows(content: Any) -> bool:
+        message = {"role": "user", "content": content}
+        with suppress(Exception):  # a template is anybody's program
+            return _PROBE in tokenizer.apply_chat_template([message], chat_template=template, tokenize=False)
+        return False
+
+    return not shows(_PROBE) and shows(_as_parts(_PROBE))
 
 
 def chat_template(tokenizer: Any, tools: Sequence[Any] | None = None) -> str:

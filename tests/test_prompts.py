@@ -247,3 +247,24 @@ def test_several_templates_without_a_default_are_named() -> None:
             chat_template(tokenizer)
     finally:
         tokenizer.chat_template = before
+
+
+# As of LLaVA, and of LLaVA-NeXT: they drop a content that is a text.
+LLAVA = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] + ' ' }}"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+LLAVA_NEXT = (
+    "{% for message in messages %}{% if message['role'] == 'user' %}[INST] "
+    "{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}{{ content['text'] }}{% endfor %}"
+    " [/INST]{% else %}{{ message['content'][0]['text'] }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"), [(LLAVA, "SYSTEM: Be short. USER: Hi ASSISTANT:"), (LLAVA_NEXT, "Be short.[INST] Hi [/INST]")]
+)
+def test_a_template_that_only_takes_parts_gets_parts(template: str, text: str) -> None:
+    conversation = [{"role": "system", "content": "Be short."}, USER]
+    assert conversation_text(conversation, TOKENIZER, Rendering(template=template)) == text

@@ -79,7 +79,7 @@ class ResultCache:
 def files_of(engine: Mapping[str, Any]) -> str:
     """Return a hash that tells the content of the files of the model and its parts; empty while the model is not on
     this machine. engine: options of the engine."""
-    base, revision = base_model(engine["model"]) or (None, None)  # of an adapter's folder
+    base, revision = base_model(engine["model"], is_elsewhere=True) or (None, None)  # of an adapter's folder
     names = [engine["model"], engine.get("tokenizer"), *engine["lora_modules"].values(), base]
     files = {name: found for name in names if name and (found := _state(name, engine["revision"] or revision))}
     return _digest(json.dumps(files).encode()) if engine["model"] in files else ""

@@ -105,18 +105,23 @@ def adapter_config(folder: str) -> dict[str, Any]:
     return content
 
 
-def base_model(folder: str) -> tuple[str, str | None] | None:
+def base_model(folder: str, *, is_elsewhere: bool = False) -> tuple[str, str | None] | None:
     """Return the base model that an adapter's folder names, and its revision; None for other folders and names. Raises
-    CheckpointError if it names no model."""
+    CheckpointError if it names no model. is_elsewhere: as in `check_name`."""
     place = Path(folder)
     if not (place / _ADAPTER_CONFIG).is_file() or (place / "config.json").exists():
         return None
     config = adapter_config(folder)
     base = config.get("base_model_name_or_path")
+    remedy = "give the base as 'model', and the folder in 'lora_modules'"
     if not isinstance(base, str) or not base:
+        raise CheckpointError(f"the adapter {folder!r} names no base model: {remedy}")
+    try:
+        check_name(base, is_elsewhere=is_elsewhere)
+    except ConfigError as error:
         raise CheckpointError(
-            f"the adapter {folder!r} names no base model: give the base as 'model', and the folder in 'lora_modules'"
-        )
+            f"the adapter {folder!r} names {base!r} as its base, which is neither a folder here nor a hub id: {remedy}"
+        ) from error
     return base, config.get("revision")
 
 

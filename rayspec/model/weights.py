@@ -35,6 +35,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils.import_utils import is_kernels_available
 
@@ -46,7 +47,7 @@ from rayspec.model.layer_bytes import decoder_layers
 from rayspec.model.load_check import enough_memory
 from rayspec.model.packed import can_unpack, for_unpacking
 from rayspec.model.sources import UNREACHED, check_source, missing_files, read_index
-from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
+from rayspec.types import CheckpointError, ConfigError, RayspecError, UnsupportedModelError
 
 
 def read_config(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -140,7 +141,10 @@ _COUNTS = {"num_hidden_layers": 10_000, "hidden_size": 10**7, "vocab_size": 10**
 WITH_TEXT_PART = ("gemma3", "internvl", "llava", "llava_next", "mistral3")
 # Where such a checkpoint has its language model, by versions of transformers, and its other parts.
 _KEYS_OF_TEXT_PART = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?language_model\.(model\.)?": "model."}
-_OTHER_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|image_newline)\b")
+_OTHER_PARTS = re.compile(r"^(model\.)?((audio|vision)_(encoder|model|tower)|multi_modal_projector|image_newline)\b")
+# What no language model runs of a checkpoint. Early ones hold the masks of causal attention, which models make anew.
+_MASKS = r"\.(attn|attention)\.(bias|masked_bias|causal_mask)$"
+_UNUSED = re.compile(rf"{_OTHER_PARTS.pattern}|{_MASKS}")
 
 
 def _text_part(config: PretrainedConfig) -> PretrainedConfig:
@@ -148,7 +152,7 @@ def _text_part(config: PretrainedConfig) -> PretrainedConfig:
     if config.model_type not in WITH_TEXT_PART:
         return config
     text = config.get_text_config(decoder=True)
-    for name in ("quantization_config", "tie_word_embeddings", "eos_token_id", "_commit_hash"):
+    for name in ("quantization_config", "tie_word_embeddings", "eos_token_id", "dtype", "_commit_hash"):
         if (value := getattr(config, name, None)) is not None:
             setattr(text, name, value)
     text.is_part = True
@@ -295,7 +299,8 @@ def load_model(config: EngineConfig, *, layers: range | None = None, with_embedd
     plain = settings if isinstance(settings, dict) and settings.get("dequantize") else None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         found = map(str, info.get(problem) or ())
-        names = sorted(name for name in found if not (plain and _OF_ACTIVATIONS.search(name)))
+        unused = [_UNUSED] * (problem == "unexpected_keys") + [_OF_ACTIVATIONS] * bool(plain)
+        names = sorted(name for name in found if not any(one.search(name) for one in unused))
         if names:
             raise CheckpointError(
                 f"model {config.model!r} has {len(names)} {problem.replace('_', ' ')}, such as {names[0]}: "
@@ -333,12 +338,16 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code, **keywords
             )
+            if type(tokenizer).__name__ == "MistralCommonBackend":  # of mistral-common, without chat templates
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(place, revision=config.revision or "main")
             if (file := find_gguf(source, config.revision)) is not None:
                 gguf.fit_tokenizer(tokenizer, file)
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
-    except LOADING_ERRORS as error:
-        raise CheckpointError(f"tokenizer {source!r} could not be loaded: {error}") from error
+    except RayspecError:
+        raise
+    except Exception as error:  # the library tokenizers raises errors of no other type
+        raise CheckpointError(f"tokenizer {source!r} could not be loaded: {in_one_line(error)}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # some families accept a folder without files
         raise CheckpointError(f"tokenizer {source!r} has no vocabulary: its files are missing; set option 'tokenizer'")
     return tokenizer
@@ -443,7 +452,7 @@ def _span_class(
         self._keys_to_ignore_on_load_unexpected = {
             *(self._keys_to_ignore_on_load_unexpected or ()),
             foreign_keys.pattern,
-            _OTHER_PARTS.pattern,
+            _UNUSED.pattern,
         }
 
     # transformers finds a family's key conversions by these names.

@@ -1,12 +1,13 @@
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from rayspec import demo
 from rayspec.config import EngineConfig
@@ -46,6 +47,19 @@ def test_several_threads_load_models_at_the_same_time() -> None:
         models = [*threads.map(load_model, 4 * configs), load_model(configs[0])]
     for model in models:
         assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_masks_of_early_checkpoints_are_left_out(tmp_path: Path) -> None:
+    masks = {"attn.masked_bias": torch.tensor(-1e4), "attn.bias": torch.ones(1, 1, 8, 8).tril()}
+    held = {f"transformer.h.{layer}.{name}": mask.clone() for layer in range(4) for name, mask in masks.items()}
+    folder = changed_checkpoint("gpt2", tmp_path / "model", lambda tensors: tensors.update(held))
+    assert (
+        load_model(_config(folder)).state_dict().keys() == load_model(_config(checkpoint("gpt2"))).state_dict().keys()
+    )
+    held = {"transformer.h.0.attn.c_attn.scale": torch.ones(1)}
+    folder = changed_checkpoint("gpt2", tmp_path / "other", lambda tensors: tensors.update(held))
+    with pytest.raises(CheckpointError, match=r"1 unexpected keys, such as transformer.h.0.attn.c_attn.scale"):
+        load_model(_config(folder))
 
 
 def test_a_shard_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
@@ -114,6 +128,11 @@ def test_the_sizes_of_a_composite_model_are_those_of_its_language_model() -> Non
     assert (num_layers(config), vocab_size(config)) == (3, 77)
 
 
+def test_a_language_model_has_the_data_type_of_the_whole(tmp_path: Path) -> None:
+    AutoConfig.for_model("gemma3", dtype="float16").save_pretrained(tmp_path)
+    assert load_config(_config(tmp_path)).dtype == torch.float16
+
+
 def test_a_config_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     for content in ("", "{", "[]", "[" * 100_000, json.dumps({"model_type": "never-heard-of"})):
         (tmp_path / "config.json").write_text(content)
@@ -141,13 +160,29 @@ def test_the_generation_config_has_the_word_on_the_end_of_a_text(
         assert eos_token_ids(_config(tmp_path)) == expected, "by the config"
 
 
-def test_a_tokenizer_whose_file_has_a_value_of_another_type_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tokenizer_config.json", lambda text: json.dumps(json.loads(text) | {"chat_template": ["x"]})),
+        ("tokenizer.json", lambda text: "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 2703"),
+        ("tokenizer.json", lambda text: json.dumps(json.loads(text) | {"model": {"type": "OfNextYear"}})),
+    ],
+)
+def test_a_tokenizer_whose_files_are_damaged_is_an_error(
+    name: str, change: Callable[[str], str], tmp_path: Path
+) -> None:
     folder = shutil.copytree(demo.model_path(), tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
-    content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(content | {"chat_template": ["x"]}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"tokenizer .* could not be loaded"):
+    (folder / name).write_text(change((folder / name).read_text(encoding="utf-8")), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"tokenizer .* could not be loaded: .+$"):
         load_tokenizer(_config(folder))
+
+
+def test_the_tokenizer_of_mistral_common_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers takes it for Mistral's files where that package is installed. It has no chat template."""
+    own = type("MistralCommonBackend", (), {})()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: own)
+    assert isinstance(load_tokenizer(_config(demo.model_path())), PreTrainedTokenizerFast)
 
 
 def test_no_tokenizer_is_an_error() -> None:

@@ -270,7 +270,6 @@ def check_model(model: str) -> tuple[Finding, str | None]:
     try:
         check_name(model)
         model, _ = base_model(model) or (model, None)
-        check_name(model)
         place = Path(demo.local_path(model))
         gguf = gguf_at(place)
     except RayspecError as error:

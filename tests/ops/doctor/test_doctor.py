@@ -287,10 +287,11 @@ def test_the_base_model_of_an_adapter_is_looked_at(folder: Path, tmp_path: Path)
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({"base_model_name_or_path": str(folder)}))
     assert check_model(str(tmp_path))[1] == str(folder)
-    config.write_text("{}")
-    finding, place = check_model(str(tmp_path))
-    assert (finding.status, place) == ("problem", None)
-    assert "names no base model" in finding.found
+    for base, said in ((None, "names no base model"), ("/no/where", "names '/no/where' as its base, which is")):
+        config.write_text(json.dumps({"base_model_name_or_path": base}))
+        finding, place = check_model(str(tmp_path))
+        assert (finding.status, place) == ("problem", None)
+        assert said in finding.found
 
 
 FACTS = NodeFacts(versions={"python": "3.11.7", "ray": "2.60.0"}, num_usable_gpus=2, fingerprint="abc")
