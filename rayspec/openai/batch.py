@@ -11,6 +11,7 @@ import re
 import reprlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
+_LARGE_LINE = 2**20
 _MAX_CUSTOM_ID = 512
 # Line ends for `splitlines` of clients, which JSON allows within strings.
 _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
@@ -133,42 +135,50 @@ class _Fields(StrictBody):
     body: dict[str, Any]
 
 
-def read_batch(lines: Iterable[bytes], *, source: str) -> Iterator[BatchLine | BatchResult]:
+def read_batch(
+    lines: Iterable[bytes], *, source: str, large: AbstractContextManager[Any] | None = None
+) -> Iterator[BatchLine | BatchResult]:
     """Yield the requests of a file, in order and on demand. A line that is no request yields a failed result; so does a
     custom_id that an earlier line has. lines: of `limited_lines`. source: the file's name, which is part of the ids.
+    large: a lock, under which large lines are read: the values of one take some hundred megabytes.
     """
     seen: set[str] = set()
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if not content.strip():
-            continue
-        custom_id = None
-        try:
-            row = parse_json(content, max_bytes=MAX_LINE_BYTES)
-            name = row.get("custom_id") if isinstance(row, dict) else None
-            if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
-                custom_id = name  # errors of the line, too, are reported with it
-                if name in seen:
-                    message = f"custom_id {reprlib.repr(name)} is that of an earlier line; each line needs its own"
-                    raise InvalidRequestError(  # noqa: TRY301
-                        message, param="custom_id", code="duplicate_custom_id"
-                    )
-                seen.add(name)
-            fields = _Fields.parse(row)
-        except InvalidRequestError as error:
-            failure = BatchError(
-                code=error.code or error.kind, message=f"line {number}: {error}", param=error.param, line=number
-            )
-            yield BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, error=failure)
-            continue
-        model = fields.body.get("model")
-        yield BatchLine(
-            digest=_digest(source, fields.custom_id),
-            custom_id=fields.custom_id,
-            url=fields.url,
-            model=model if isinstance(model, str) else None,
-            text=content.decode().strip(),
+        if content.strip():
+            with large if large is not None and len(content) > _LARGE_LINE else nullcontext():
+                found = _read_line(content, number, seen, source)
+            yield found
+
+
+def _read_line(content: bytes, number: int, seen: set[str], source: str) -> BatchLine | BatchResult:
+    """seen: the ids of earlier lines, to which that of this line is added."""
+    custom_id = None
+    try:
+        row = parse_json(content, max_bytes=MAX_LINE_BYTES)
+        name = row.get("custom_id") if isinstance(row, dict) else None
+        if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
+            custom_id = name  # errors of the line, too, are reported with it
+            if name in seen:
+                message = f"custom_id {reprlib.repr(name)} is that of an earlier line; each line needs its own"
+                raise InvalidRequestError(  # noqa: TRY301
+                    message, param="custom_id", code="duplicate_custom_id"
+                )
+            seen.add(name)
+        fields = _Fields.parse(row)
+    except InvalidRequestError as error:
+        failure = BatchError(
+            code=error.code or error.kind, message=f"line {number}: {error}", param=error.param, line=number
         )
+        return BatchResult(id=f"batch_req_{_digest(source, number)}", custom_id=custom_id, error=failure)
+    model = fields.body.get("model")
+    return BatchLine(
+        digest=_digest(source, fields.custom_id),
+        custom_id=fields.custom_id,
+        url=fields.url,
+        model=model if isinstance(model, str) else None,
+        text=content.decode().strip(),
+    )
 
 
 def _digest(source: str, name: str | int) -> str:

@@ -30,7 +30,7 @@ Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 _LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
-_MOST_CUT = 2**20  # characters, of which all are tokenized; a million takes 300 MB
+_MOST_CUT = 2**19  # characters, of which all are tokenized; two such texts at once take 300 MB
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
 _MOST_IN_TEMPLATE = 2**22  # characters of variables, times messages: a chat template may repeat them for each message
 

@@ -16,6 +16,7 @@ import logging
 import re
 import secrets
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -58,11 +59,12 @@ STORE_ERRORS = (*FILE_ERRORS, UnreadableFileError)  # of a store that fails
 class BatchStore:
     """Files and batches in a folder. All methods block, and raise STORE_ERRORS where the store fails. Unknown and
     malformed ids raise InvalidRequestError, and so do entries that cannot be read; the log names these once. Ids sort
-    by time. clock: returns Unix seconds."""
+    by time. clock: returns Unix seconds. One large line is read at a time."""
 
     folder: Location
     clock: Callable[[], float] = time.time
     _unreadable: set[str] = field(default_factory=set, init=False, compare=False)
+    _large: threading.Lock = field(default_factory=threading.Lock, init=False, compare=False)
 
     @classmethod
     def at(cls, folder: str) -> Self:
@@ -148,8 +150,12 @@ class BatchStore:
             expires_at=now + asked.window_s,
             metadata=asked.metadata,
         )
-        self._place(batch.id).join("client").write(client.encode())
-        self.save(batch)
+        try:
+            self._place(batch.id).join("client").write(client.encode())
+            self.save(batch)
+        except BaseException:
+            self._place(batch.id).delete_folder()
+            raise
         return batch
 
     def client(self, batch_id: str) -> str:
@@ -216,7 +222,7 @@ class BatchStore:
         lines than that, empty ones included."""
         with self.open_file(batch.input_file_id) as file:
             lines = limited_lines(file, MAX_LINE_BYTES)
-            yield from read_batch(itertools.islice(lines, max_lines), source=batch.input_file_id)
+            yield from read_batch(itertools.islice(lines, max_lines), source=batch.input_file_id, large=self._large)
             if next(lines, None) is not None:
                 raise InvalidRequestError(f"the file has more than {max_lines} lines: split it", code="too_many_lines")
 

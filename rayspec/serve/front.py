@@ -34,7 +34,7 @@ _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _ERRORS = "serve_num_http_error_requests"  # the name in Serve's proxy, so that dashboards and alerts find it
 _SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
 _BYTES_OF_HEADER = 32  # more than its text, as in HTTP/2
-_FREE_CHUNKS, _BYTES_OF_CHUNK = 1000, 1024
+_FREE_CHUNKS, _BYTES_OF_CHUNK = 250, 1024
 _MOST_DROPPED_BYTES = 2**28  # more than a file for batches has by default
 _BYTES_SENT_AT_ONCE = 2**16  # as many as a connection buffers
 

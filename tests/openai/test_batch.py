@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import MagicMock
 
 import openai.types as official
 import openai.types.chat as official_chat
@@ -147,3 +148,12 @@ def test_a_fault_of_ours_is_one_lines_error() -> None:
     told = json.loads(ask(request("a", CHAT_URL, model=SERVED[0]), Broken()).json_line())
     assert told["response"]["status_code"] == 500
     assert told["response"]["body"]["error"]["code"] == "internal_error"
+
+
+def test_large_lines_are_read_one_at_a_time() -> None:
+    """Over all batches: their values take far more memory than their text."""
+    large = MagicMock()
+    small, long = line_of("a"), line_of("b", prompt="a" * 2**20)
+    for _ in read_batch([small, long, small], source="f", large=large):
+        assert large.__enter__.call_count == large.__exit__.call_count
+    assert large.__enter__.call_count == 1

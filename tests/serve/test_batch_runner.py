@@ -1,6 +1,7 @@
 """Batches as they run: what is stored is never lost or doubled, whenever the run is lost; endings; lost lines."""
 
 import asyncio
+import errno
 import json
 import os
 import threading
@@ -510,3 +511,18 @@ def test_lists_leave_threads_to_other_requests_and_clients_take_turns(
     given: dict[str, Any] = {"runner": nothing, "bodies": nothing, "unread": Unread()}
     add_batch_routes(app, Description(), options, **given, client_of=lambda request: request.headers.get("from", ""))
     asyncio.run(asked())
+
+
+def test_a_batch_that_cannot_be_written_leaves_nothing(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk, where each attempt would leave a folder for good."""
+    batch = new_batch(store, NAMES)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(BatchStore, "save", fail)
+    with pytest.raises(OSError, match="No space"):
+        store.new_batch(
+            BatchRequest(input_file_id=batch.input_file_id, endpoint="/v1/completions", completion_window="1h")
+        )
+    assert store.batch_ids() == [batch.id]
