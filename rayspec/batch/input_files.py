@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from itertools import takewhile
-from operator import itemgetter
 from pathlib import PurePosixPath
 
 from rayspec.batch.documents import KNOWN_TYPES, Piece, file_type
@@ -81,7 +80,8 @@ def find_files(inputs: Iterable[str], *, outputs: Iterable[str] = ()) -> InputFi
 class _Search:
     """found: files by the parts of their canonical path; a piece in place of a data file of a table, and a name in
     place of a file that no store answers for. useless: reasons why some of these cannot be read. left_out: suffixes of
-    unknown types, by absolute name. bases: canonical paths of the inputs' base folders."""
+    unknown types, by absolute name. bases: canonical paths of the inputs' base folders. _names: parts of files, by the
+    parts without links to folders, which are kept in `_folders`."""
 
     def __init__(self, outputs: Iterable[str]) -> None:
         self.found: dict[tuple[str, ...], Location | Piece | str] = {}
@@ -89,6 +89,8 @@ class _Search:
         self.left_out: dict[str, str] = {}
         self.bases: list[tuple[str, ...]] = []
         self._num_base_parts = 0
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._folders: dict[str, tuple[str, ...]] = {}
         self._outputs = []
         for output in outputs:
             with suppress(UnreadableFileError):
@@ -127,7 +129,7 @@ class _Search:
             reason = f"its type is not known; known are {KNOWN_TYPES}"
         if kind == "file" or reason is not None:
             parts = self._canonical(location)
-            self.found.setdefault(parts, location)
+            self._take({parts: location})
             if reason is not None:
                 self.useless[parts] = reason
 
@@ -161,9 +163,28 @@ class _Search:
                 kept.append((parts, file))
         if not kept:  # the input is in the output's folder
             self.left_out |= results
-        for parts, place in sorted(kept, key=itemgetter(0)):
-            self.found.setdefault(parts, place)
+        self._take(dict(kept))
         return len(kept)
+
+    def _take(self, places: Mapping[tuple[str, ...], Location | Piece]) -> None:
+        """Add files that have not been found by another name, through a link to a folder. A link to a file is a file of
+        its own. places: by parts."""
+        real = {parts: self._real(parts, place) for parts, place in places.items()}
+        # By its own name, where that is one of them.
+        for parts in sorted(real, key=lambda one: (real[one] != one, one)):
+            self._names.setdefault(real[parts], parts)
+        for parts in sorted(places):
+            if self._names[real[parts]] == parts:
+                self.found.setdefault(parts, places[parts])
+
+    def _real(self, parts: tuple[str, ...], place: Location | Piece) -> tuple[str, ...]:
+        """Return the parts without links to folders."""
+        if isinstance(place, Piece) or not place.store.is_local:
+            return parts
+        folder = place.folder
+        if folder.name not in self._folders:
+            self._folders[folder.name] = _parts(folder)
+        return (*self._folders[folder.name], place.file_name)
 
     def _of_earlier_jobs(self, ours: Collection[tuple[str, ...]]) -> set[tuple[str, ...]]:
         """Return what jobs wrote below the input. Of a job that is the input, its merged file is read, or its rows."""

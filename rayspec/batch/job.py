@@ -636,7 +636,6 @@ class Job:
             "prompt_tokens": report.num_prompt_tokens,
             "output_tokens": report.num_output_tokens,
             "seconds": report.elapsed_s,
-            "errors": dict(report.errors),
             **({"quantised_weights": report.stats.weights} if report.stats.weights else {}),
         }
         names = (*REPORT_NAMES, *self.export_names)
@@ -650,7 +649,7 @@ class Job:
                 for name in due.intersection(REPORT_NAMES):
                     folder.location.join(name).write(pages[name].encode())
         # Last: a job that is complete has all its files.
-        folder.finish(folder.manifest.counts if folder.is_merged else counts, is_whole=not report.stopped)
+        folder.finish(counts, is_whole=not report.stopped)
 
 
 class _SharedResults:

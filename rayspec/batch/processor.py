@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.openai.tokenizing import in_thread_if_large
 from rayspec.pipeline.placement import errors_of_actor, sized
 from rayspec.pool.supervisor import start_supervisor
-from rayspec.pool.worker import answer, num_engines
+from rayspec.pool.worker import answer, num_engines, saying_if_late
 from rayspec.prompts import parsed_messages, text_tokens, without_nulls
 from rayspec.types import ConfigError, RayspecError, RequestError, RequestOutput
 
@@ -189,8 +189,12 @@ class RowClient:
         self._supervisor = supervisor
         self._preprocess, self._postprocess, self._should_continue = preprocess, postprocess, should_continue
         ray.wait([supervisor.begin.remote()])  # if the engine cannot be started, each row reports why
+        late = "no row has come to the engine: tasks before it take long, or wait for a free CPU"
+        self._late = ExitStack()  # closed by the first row
+        self._late.enter_context(saying_if_late(late))
 
     async def __call__(self, row: Row) -> Row:
+        self._late.close()
         _check_names(row)  # of a dataset whose columns were not known before
         try:
             ready = row | (self._preprocess(dict(row)) if self._preprocess else {})

@@ -24,7 +24,7 @@ from rayspec.command.terminal import say
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.pipeline.placement import errors_of_actor, first_line, gpus_per_shard, reserving_nothing
 from rayspec.pool.supervisor import EnginePool
-from rayspec.pool.worker import NO_ROOM, PATIENCE_S, EngineFactory
+from rayspec.pool.worker import NO_ROOM, EngineFactory, saying_if_late
 from rayspec.ray_session import ray_session, refuse_client
 from rayspec.types import RayspecError
 
@@ -61,9 +61,10 @@ class RayBackend(LocalBackend):
         scan: Any = ray.remote(scan_pieces).options(num_returns="streaming")
         bounds = itertools.pairwise(len(pieces) * task // num_tasks for task in range(num_tasks + 1))
         tasks = [scan.remote(pieces[start:end], start, source.columns, source.limit) for start, end in bounds]
+        late = "no task has begun to scan the input: the job waits for a free CPU or a process that starts"
         with errors_of_reading():
-            if not ray.wait(tasks, timeout=PATIENCE_S)[0]:
-                say("no task has begun to scan the input: the job waits for a free CPU or a process that starts")
+            with saying_if_late(late):
+                ray.wait(tasks)
             yield from map(ray.get, itertools.chain.from_iterable(tasks))
 
     def rows(self, source: Source, left: pa.Table, order: Order) -> Generator[Row]:
@@ -81,7 +82,8 @@ class RayBackend(LocalBackend):
             **reserving_nothing(),
         )
         if order != "input":  # a sort reserves CPUs, so it ends before the engines start
-            with errors_of_reading():
+            late = "the rows are not in their order: the sort takes long, or waits for a free CPU"
+            with errors_of_reading(), saying_if_late(late):
                 dataset = patient(dataset.sort(_KEY).drop_columns([_KEY])).materialize()
         return rows_of(dataset)
 

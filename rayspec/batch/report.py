@@ -334,11 +334,12 @@ def _totals(report: RunReport) -> list[tuple[str, str]]:
     stats = report.stats
     by_source = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
     sources = [f"{_share(count / stats.num_generated_tokens)} {source}" for source, count in by_source]
+    earlier = f"; {report.num_earlier} are of an earlier run, which the lines below leave out"
     seconds = {
         "prefill": stats.prefill_s, "draft": stats.draft_s, "verify": stats.verify_s, "plan search": stats.optimise_s,
     }  # fmt: skip
     lines = [
-        ("rows", f"{report.num_rows}, {report.num_failed} failed"),
+        ("rows", f"{report.num_rows}, {report.num_failed} failed{earlier * (report.num_earlier > 0)}"),
         ("prompt tokens", f"{report.num_prompt_tokens}"),
         ("prompt tokens found in the KV cache", _share(stats.cache_hit_rate)),
         ("output tokens", f"{report.num_output_tokens}"),

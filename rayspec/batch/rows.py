@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import reprlib
 import sys
@@ -33,6 +34,7 @@ NO_ID_COLUMN = "none"
 MISSING_COLUMN = "missing_column"
 INVALID_VALUE = "invalid_value"  # a text or id that is null, empty or of the wrong type
 _MAX_EXACT_FLOAT = 2.0**53
+_NUM_NAMED = 20  # columns, in an error
 TRANSIENT_KINDS: Final = frozenset({"aborted", "engine_dead", "stage_lost", "stages_replaced", "transport"})
 """Kinds of errors that the engine causes and not the row. Rows with such an error are done again."""
 
@@ -217,7 +219,9 @@ def is_null(value: object) -> bool:
 
 
 def _present(row: Mapping[str, Any]) -> str:
-    return f"the row has {', '.join(map(repr, row)) or 'none that were asked for'}"
+    more = f" and {len(row) - _NUM_NAMED} more" * (len(row) > _NUM_NAMED)  # of very many in each row
+    shown = ", ".join(map(repr, itertools.islice(row, _NUM_NAMED)))
+    return f"the row has {shown or 'none that were asked for'}{more}"
 
 
 _templates = Sandbox(most_s=5, most_bytes=2**30)

@@ -94,13 +94,15 @@ class DamagedOutputError(RayspecError):
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a driver, with times in UTC. finished: None while the driver runs, and forever if it was killed."""
+    """One run of a driver, with times in UTC. finished: None while the driver runs, and forever if it was killed.
+    counts: tokens and seconds of a run that came to its end."""
 
     run_id: str
     host: str
     process: int
     started: str
     finished: str | None = None
+    counts: dict[str, Any] = {}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +116,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     file_format: FileFormat
     sessions: tuple[Session, ...] = ()
     rows: dict[str, Any] = {}
-    counts: dict[str, Any] = {}
     extra: dict[str, dict[str, Any]] = {}
     merged_bytes: int | None = None
     merged_parts: str = ""
@@ -253,7 +254,7 @@ class RunFolder:
             self._save(self.manifest, extra=extra)
 
     def finish(self, counts: dict[str, Any], *, is_whole: bool = True) -> None:
-        """Commit, merge the rows into one file, and update the manifest, with `counts`. Raises OutputError.
+        """Commit, merge the rows into one file, and update the manifest, with `counts` of this run. Raises OutputError.
 
         is_whole: no row was left out; the job is complete unless some rows are to be done again.
         """
@@ -274,7 +275,7 @@ class RunFolder:
                     if not self._merged.is_in(self.location) and self.parts.num_stored:
                         self._merge()
                 with suppress(OSError):  # a manifest that says "running" is that of a killed driver
-                    self._end_session(status, self.manifest.counts)
+                    self._end_session(status, {})
 
     def __enter__(self) -> Self:
         return self
@@ -330,13 +331,12 @@ class RunFolder:
         self._save(
             self.manifest,
             status=status,
-            sessions=(*before, msgspec.structs.replace(session, finished=_now())),
+            sessions=(*before, msgspec.structs.replace(session, finished=_now(), counts=counts)),
             rows={
                 "total": kinds.total(),
                 "succeeded": kinds[None],
                 "failed": {kind: number for kind, number in kinds.most_common() if kind is not None},
             },
-            counts=counts,
             merged_bytes=self._merged.num_bytes,
             merged_parts=self.parts.names_hash,
         )

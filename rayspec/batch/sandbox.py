@@ -71,6 +71,8 @@ class Sandbox:
                     process.stdin.flush()
                     line = process.stdout.readline()
                 kind, found = json.loads(line) if line.endswith(b"\n") else (kind, _too_much(*self._limits))
+            except pickle.PicklingError as error:
+                raise ValueError(f"a value has a type that cannot be sent ({error})") from error
             finally:
                 if kind == "fatal":
                     self._process = None
@@ -123,7 +125,8 @@ def _found(kind: str, content: Any, values: Any = None) -> Any:
     if kind == "names":
         from jinja2.meta import find_undeclared_variables  # noqa: PLC0415 - brought here, and not to who asks
 
-        environment = _compiled(content).environment
+        environment = _compiled(content).environment.overlay()
+        environment.globals = {}  # a column may have the name of a function of Jinja
         return sorted(find_undeclared_variables(environment.parse(content)))
     texts: Iterable[str]
     if kind == "rendered":

@@ -347,11 +347,11 @@ class EnginePool:
         self._thread.close(self.supervisor.kill, _POOL_STOP_TIMEOUT_S)
 
 
-def supervision(factory: EngineFactory, max_restarts: int) -> dict[str, Any]:
+def supervision(factory: EngineFactory, max_restarts: int, *, reserves_cpu: bool = True) -> dict[str, Any]:
     """Return the arguments of an EngineSupervisor, which can be pickled. An engine gets the items that it decodes at
     once and a quarter more, so that it never waits; items that only wait in it are isolated, too, when it dies."""
     return {
-        "start": partial(RemoteEngine, factory, CommonDType()),
+        "start": partial(RemoteEngine, factory, CommonDType(), reserves_cpu=reserves_cpu),
         "num_engines": num_engines(factory.engine),
         "max_restarts": max_restarts,
         "max_items": math.ceil(_SURPLUS * sized(factory.engine).num_seqs),
@@ -364,7 +364,8 @@ def start_supervisor(factory: EngineFactory, *, max_restarts: int) -> Any:
     """Start an EngineSupervisor in an actor, for callers in other processes. If the actor ends, Ray starts it again,
     with new engines, and repeats the calls."""
     again = {"max_restarts": -1, "max_task_retries": -1}
-    arguments = supervision(factory, max_restarts)
+    # The engines of several datasets would hold the CPUs that tasks of these datasets wait for.
+    arguments = supervision(factory, max_restarts, reserves_cpu=False)
     # Each row is a call: all that engines have, as many that wait, and the calls of other methods.
     max_calls = max(_LEAST_CALLS, 2 * arguments["num_engines"] * arguments["max_items"])
     kind: Any = ray.remote(EngineSupervisor).options(num_cpus=0, max_concurrency=max_calls, **again)

@@ -9,9 +9,10 @@ import itertools
 import logging
 import pickle
 import secrets
+import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -42,7 +43,6 @@ from rayspec.pipeline.placement import (
 from rayspec.pool.stopped import Place, ProcessStoppedError, answer_of
 from rayspec.types import EngineLoad, EngineStats, RayspecError, RequestError, TransportError
 
-_MIN_CPUS_TO_RESERVE = 3
 # Finished texts travel with outputs to the pool, and with later items to the other engines, as an item of their own.
 _TEXTS, _MAX_TEXTS, _MAX_MESSAGES = -1, 16, 64
 NO_ROOM = (ObjectStoreFullError, OutOfDiskError)  # in Ray's store, and on the disk where it would spill
@@ -224,12 +224,13 @@ class CommonDType:
 
 class RemoteEngine:
     """An EngineWorker in its actor, for coroutines of one event loop. Errors of Ray about the actor's end become
-    EngineDeadError or NodeLostError. common: of the engines of the pool; None: the engine is alone."""
+    EngineDeadError or NodeLostError. common: of the engines of the pool; None: the engine is alone. reserves_cpu: see
+    `start_worker`."""
 
-    def __init__(self, factory: EngineFactory, common: CommonDType | None = None) -> None:
+    def __init__(self, factory: EngineFactory, common: CommonDType | None = None, *, reserves_cpu: bool = True) -> None:
         self._common = common or CommonDType()
         self._config = config_of_one(factory.engine)
-        self._actor = start_worker(factory)
+        self._actor = start_worker(factory, reserves_cpu=reserves_cpu)
         self._place: Place | None = None
         self._numbers = itertools.count()
         self._under_way: dict[int, tuple[asyncio.Future[Any], Callback | None]] = {}
@@ -243,9 +244,9 @@ class RemoteEngine:
         self._start_timeout_s = options.start_timeout_s if options is not None else None
 
     async def load(self) -> Any:
-        late = asyncio.get_running_loop().call_later(PATIENCE_S, _say_what_is_free)
         try:
-            self._place = await asyncio.wait_for(answer(self._actor.place.remote()), self._start_timeout_s)
+            with saying_if_late("an engine has no process and waits for a place"):
+                self._place = await asyncio.wait_for(answer(self._actor.place.remote()), self._start_timeout_s)
         except asyncio.TimeoutError:
             raise NoPlaceError(
                 f"no place for an engine within {self._start_timeout_s:.0f} s: add nodes, or lower cpus_per_shard, "
@@ -253,8 +254,6 @@ class RemoteEngine:
             ) from None
         except RayActorError as error:
             raise self._death(error) from None
-        finally:
-            late.cancel()
         info, dtype = await self._answer(self._actor.load.remote(self._common.name))
         self._common.name = self._common.name or dtype
         if dtype != self._common.name:  # an engine on another kind of machine has loaded meanwhile
@@ -374,8 +373,10 @@ class RemoteEngine:
         return NodeLostError(message) if is_node_lost or is_preempted else EngineDeadError(message)
 
 
-def start_worker(factory: EngineFactory) -> Any:
-    """Start an EngineWorker and return its actor handle. Ray does not restart it: its callers get the error."""
+def start_worker(factory: EngineFactory, *, reserves_cpu: bool = True) -> Any:
+    """Start an EngineWorker and return its actor handle. Ray does not restart it: its callers get the error.
+
+    reserves_cpu: whether a single engine, which is one process, reserves a CPU, so that it waits for other jobs."""
     config = sized(config_of_one(factory.engine))
     num_sharing = engines_of_a_place(factory.engine)
     if num_sharing > 1:
@@ -383,14 +384,14 @@ def start_worker(factory: EngineFactory) -> Any:
         usual = (on_gpu and config.gpu_memory_utilization) or KV_CACHE_SHARE["cuda" if on_gpu else "cpu"]
         config = config.replace(kv_cache_share=(config.kv_cache_share or usual) / num_sharing)
     whole, num_cpus = factory.engine, float(ray.cluster_resources().get("CPU", 0))  # type: ignore[no-untyped-call]
-    # Ray Data tasks of a user need a whole CPU besides.
-    reserved: dict[str, Any] = {"num_cpus": float(num_cpus >= _MIN_CPUS_TO_RESERVE), "num_gpus": int(wants_gpu(config))}
+    reserved: dict[str, Any] = {"num_cpus": 1.0, "num_gpus": int(wants_gpu(config))}
     if whole.parallel is not None and config.parallel is None:
         cpus = cpus_of_replica(whole.parallel.cpus_per_shard, whole, num_cpus)
         num_gpus, labels = gpus_per_shard(whole, whole.parallel), whole.parallel.labels or None
         reserved = {"num_cpus": cpus, "num_gpus": num_gpus, "label_selector": labels}
-    elif config.parallel is not None:
-        reserved = reserving_nothing()  # it would wait for shards, which wait for the CPUs that such workers hold
+    elif config.parallel is not None or not reserves_cpu:
+        # It would wait for its shards, or for rows: these wait for the CPUs that such workers hold.
+        reserved |= reserving_nothing()
     options = reserved | {
         "max_concurrency": 64,
         "max_restarts": 0,
@@ -436,14 +437,25 @@ def cpus_of_replica(wanted: float, config: EngineConfig, num_cpus: float) -> flo
     return round(min(wanted, max(0.0, num_cpus - 1) / num_engines(config)), 4)
 
 
-def _say_what_is_free() -> None:
-    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
-    cpus, gpus = (f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
-    text = (
-        f"an engine has no process after {PATIENCE_S:g} s and waits for a place (free: {cpus}, {gpus}): `ray status` "
-        "shows what is reserved"
-    )
-    logger.warning(text)
+@contextmanager
+def saying_if_late(what: str) -> Iterator[None]:
+    """Log what waits, and what of the cluster is free, if the block takes longer than PATIENCE_S."""
+
+    def say() -> None:
+        if not ray.is_initialized():  # the question would start Ray
+            return
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        cpus, gpus = (f"{free.get(name, 0):g} {name}" for name in ("CPU", "GPU"))
+        text = f"after {PATIENCE_S:g} s, {what} (free: {cpus}, {gpus}): `ray status` shows what is reserved"
+        logger.warning(text)
+
+    timer = threading.Timer(PATIENCE_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 async def answer(reference: Awaitable[Any]) -> Any:

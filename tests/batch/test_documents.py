@@ -148,6 +148,11 @@ def test_an_error_names_place_and_remedy(tmp_path: Path, line: Any, error: str) 
     assert outcome(good) == "fine"
 
 
+def test_an_error_names_some_of_very_many_columns(tmp_path: Path) -> None:
+    (bad,) = read(write_lines(tmp_path / "a.jsonl", {f"c{number}": 1 for number in range(1000)}))
+    assert str(bad.error).endswith(", 'c19' and 980 more")
+
+
 def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path: Path) -> None:
     """At some depths a row can just be parsed, but not be encoded again, as is done for rows with escapes."""
     depths = range(100, 1100)
@@ -690,6 +695,21 @@ def test_a_template_makes_the_text_of_the_columns(tmp_path: Path) -> None:
         check_template(pieces(lines), Columns(template="{{ name"))
     (tmp_path / "none.jsonl").touch()
     check_template([replace(pieces(tmp_path / "none.jsonl")[0], num_before=9)], columns)  # as of a table's empty file
+
+
+def test_a_value_that_a_template_cannot_have_is_one_bad_row(tmp_path: Path) -> None:
+    spans = pa.array([None, pa.MonthDayNano([1, 2, 3]), None])
+    path = write_table(pa.table({"span": spans, "text": _TEXTS}), tmp_path / "a.arrow")
+    rows = read(path, columns=Columns(template="{{ text }} {{ span }}"))
+    assert [outcome(row) for row in rows] == ["a None", "invalid_value", "c None"]
+    assert "a value has a type that cannot be sent" in str(rows[1].error)
+
+
+def test_a_column_may_have_the_name_of_a_function_of_jinja(tmp_path: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", {"range": "1 km", "dict": "a"}, {"dict": "b"})
+    (first, _) = read(lines, columns=Columns(template="{{ dict }}: {{ range }}"))
+    (_, second) = read(lines, columns=Columns(template="{{ dict }}{% for n in range(2) %} {{ n }}{% endfor %}"))
+    assert (first.document, second.document) == ("a: 1 km", "b 0 1")
 
 
 @pytest.fixture

@@ -116,6 +116,14 @@ def test_links_are_followed_and_may_go_in_a_circle(folder: Path) -> None:
     assert found("in/**/*.txt") == expected
 
 
+def test_a_file_that_links_to_its_folder_lead_to_is_there_once(folder: Path) -> None:
+    fill(folder, "in/2026/a.txt", "in/2026/deep/b.txt")
+    (folder / "in" / "1-link").symlink_to("2026")
+    (folder / "in" / "latest").symlink_to("2026")
+    assert found("in/*/a.txt") == found("in/*/a.txt", "in/2026/a.txt") == ["in/2026/a.txt"]
+    assert found("in/*") == found("in") == ["in/2026/a.txt", "in/2026/deep/b.txt"]
+
+
 def test_a_folder_that_cannot_be_listed_stays_as_a_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(folder, "in/a.txt", "in/secret/b.txt")
     scan = os.scandir

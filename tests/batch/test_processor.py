@@ -12,12 +12,13 @@ import ray
 import ray.data
 
 from rayspec import LLM, SamplingParams, demo
-from rayspec.batch.processor import _TYPES, ERROR_COLUMN
+from rayspec.batch.processor import _TYPES, ERROR_COLUMN, RowClient
 from rayspec.config import ParallelOptions
 from rayspec.data import Processor, ProcessorConfig, build_processor
+from rayspec.pool import worker
 from rayspec.types import ConfigError
 from tests.batch.deadly_task import PARAMS, DeadlyTask, postprocess, preprocess
-from tests.waiting import wait_until
+from tests.waiting import all_cpus, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -56,7 +57,8 @@ def num_groups() -> int:
 
 def wait_until_all_is_free() -> None:
     def is_free() -> bool:
-        return num_groups() == 0 and ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
+        engines = [name for name in ray.util.list_named_actors() if name.startswith("rayspec-engine-")]
+        return num_groups() == 0 and not engines
 
     wait_until(is_free)
 
@@ -111,6 +113,21 @@ def test_columns_of_the_user_are_not_replaced_but_those_of_an_earlier_processor_
         processor(mine.map(lambda row: row)).take_all()
     (row,) = by_id(processor(mine.add_column(ERROR_COLUMN, lambda batch: [""] * len(batch)))).values()
     assert (row["summary"] != "", row[ERROR_COLUMN]) == (True, "")
+
+
+def test_engines_of_datasets_hold_no_cpu_that_their_tasks_wait_for_and_say_what_they_wait_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many processors as CPUs waited for each other for ever, without a word."""
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.2)
+    with built() as another:
+        with all_cpus():
+            completed = another(texts(2))
+            client = RowClient(another._supervisor, None, None, should_continue=True)
+            late = "no row has come to the engine: tasks before it take long, or wait for a free CPU (free: 0 CPU"
+            wait_until(lambda: late in caplog.text, 60.0)
+            del client
+        assert len(by_id(completed)) == 2
 
 
 @pytest.mark.exhaustive

@@ -31,9 +31,10 @@ from rayspec.batch.ray_backend import (
     rows_of,
 )
 from rayspec.batch.rows import Row
+from rayspec.pool import worker
 from rayspec.ray_session import refuse_client
 from rayspec.types import ConfigError
-from tests.waiting import all_cpus
+from tests.waiting import all_cpus, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_cluster")]
 
@@ -188,3 +189,22 @@ def test_rows_are_read_while_engines_of_other_jobs_hold_all_cpus(tmp_path: Path,
             assert len(thread.submit(list, rows).result(60)) == 50
     finally:
         thread.shutdown()
+
+
+def test_a_job_that_waits_for_a_cpu_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker, "PATIENCE_S", 0.2)
+    write_rows(tmp_path / "a.jsonl", [{"id": str(number), "text": "t"} for number in range(50)])
+    source = source_of(tmp_path)
+    left = RayBackend().scan(source).rows
+    with ThreadPoolExecutor(2) as threads:
+        with all_cpus():
+            scan = threads.submit(RayBackend().scan, source)
+            rows = threads.submit(RayBackend().rows, source, left, "longest")
+            for late in ("no task has begun to scan the input", "the rows are not in their order"):
+                wait_until(lambda late=late: f"after 0.2 s, {late}" in caplog.text, 60.0)  # type: ignore[misc]
+            assert "waits for a free CPU (free: 0 CPU, " in caplog.text
+            assert not scan.done()
+            assert not rows.done()
+        assert len(scan.result(60).rows) == len(list(rows.result(60))) == 50

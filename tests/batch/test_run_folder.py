@@ -67,7 +67,7 @@ def test_a_job_from_beginning_to_end(tmp_path: Path, file_format: str) -> None:
     with open_folder(tmp_path / "new" / "out", file_format=file_format) as folder:
         for row in [*rows, failed("bad", "prompt_too_long")]:
             folder.add(row)
-        folder.note({"note": "x"})
+        folder.note({"note": {"x": 1}})
         folder.finish({"output_tokens": 7})
         assert list(folder.parts.rows()) == [*rows, failed("bad", "prompt_too_long")]
     out = tmp_path / "new" / "out"
@@ -78,9 +78,15 @@ def test_a_job_from_beginning_to_end(tmp_path: Path, file_format: str) -> None:
     manifest = manifest_of(out)
     assert (manifest["status"], manifest["identity"]) == ("complete", IDENTITY)
     assert manifest["rows"] == {"total": 71, "succeeded": 70, "failed": {"prompt_too_long": 1}}
-    assert (manifest["counts"], manifest["extra"]) == ({"output_tokens": 7}, {"note": "x"})
+    assert manifest["extra"] == {"note": {"x": 1}}
     (session,) = manifest["sessions"]
     assert session["started"] <= session["finished"]
+    with open_folder(out, file_format=file_format) as folder:
+        folder.add(done("more"))
+        folder.finish({"output_tokens": 1})
+    manifest = manifest_of(out)
+    assert manifest["rows"]["total"] == 72
+    assert [one["counts"] for one in manifest["sessions"]] == [{"output_tokens": 7}, {"output_tokens": 1}]
 
 
 def test_parts_grow_with_the_job_and_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
