@@ -452,6 +452,7 @@ def bytes_of_passes(config: EngineConfig, parts: Decomposition) -> int:
         num_sequences=config.num_seqs,
         rows_each=1 + _num_draft_tokens(config),
         max_model_len=max_model_len,
+        may_divide=config.parallel is None or config.parallel.tensor == 1,
     )
 
 

@@ -62,11 +62,13 @@ def rehearse(
     num_sequences: int,
     rows_each: int,
     max_model_len: int,
+    may_divide: bool = True,
     peak: PeakBytes = peak_bytes,
 ) -> int:
     """Run a chunk of a prompt, then a verify of all sequences with its logits and sampling. Return the bytes that they
     and the static buffers take at their peak, without weights and KV cache. Passes that do not fit are halved, as the
-    engine does later. make_runner: for a small cache. Raises CheckpointError if no pass fits."""
+    engine does later; not if ranks run them together, because it may fit on the others. make_runner: for a small cache.
+    Raises CheckpointError if no pass fits."""
     device, longest = parts.device, min(num_prompt_rows, max_model_len)
     lengths = [longest] * (num_prompt_rows // longest) + [num_prompt_rows % longest] * (num_prompt_rows % longest > 0)
     num_slots = whole_pages(max(longest, rows_each))
@@ -75,8 +77,11 @@ def rehearse(
     except Exception as error:
         if (lack := lack_of_memory(error)) is None:
             raise
-        if num_prompt_rows < 2 * _LEAST_ROWS:
-            raise CheckpointError(f"no pass fits into the memory that the weights leave on {device}: {lack}") from error
+        if not may_divide or num_prompt_rows < 2 * _LEAST_ROWS:
+            raise CheckpointError(
+                f"a pass of {num_prompt_rows} rows does not fit into the memory that the weights leave on {device} "
+                f"({lack}): lower max_num_batched_tokens or max_num_seqs"
+            ) from error
     else:
         return max(0, taken - bytes_per_slot(list(parts.shapes.values()), parts.dtype) * (num_slots + 1))
     logger.warning(

@@ -8,6 +8,7 @@ whose matrices are quantised copies.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -297,6 +298,8 @@ class _Fuser:
         self._use_operators = use_operators
         self._quantised = quantised
         self._own_bits = own_bits
+        modules = itertools.chain.from_iterable(one.block.modules() for one in parts.sublayers)
+        self._has_ranks = any(isinstance(one, SummedLinear) for one in modules)
         self.has_own_bits = False
         self._shapes = parts.shapes
         self._rows = {
@@ -336,9 +339,15 @@ class _Fuser:
             reasons = "; ".join(f"{len(found)} {block} ({why})" for (block, _), (why, found) in causes.items())
             logger.warning("%d of %d sublayers %s: %s", len(numbers), num_sublayers, effect, reasons)
 
+    def _require_memory(self, misfit: Exception) -> None:
+        """Raise a lack of memory if ranks compute together: the others, which may have enough, wait for this one."""
+        if self._has_ranks and lack_of_memory(misfit) is not None:
+            raise misfit
+
     def _note(self, effect: str, sublayer: Sublayer, misfit: Exception) -> None:
         """Note what a sublayer lacks. Of sublayers with the same block and the same kind of error, the first's error is
         reported."""
+        self._require_memory(misfit)
         cause = (type(sublayer.block).__name__, type(misfit))
         why, found = lack_of_memory(misfit) or str(misfit), list[int]()
         self._failed.setdefault(effect, {}).setdefault(cause, (why, found))[1].append(sublayer.index)
@@ -513,6 +522,7 @@ class _Fuser:
                 setattr(owner, name, self._matrix([linear]))
             check.require(sublayer)
         except _MISFITS as misfit:
+            self._require_memory(misfit)
             logger.debug("sublayer %d keeps its linear layers: %s", sublayer.index, misfit)
             for owner, name, linear in found:
                 setattr(owner, name, linear)

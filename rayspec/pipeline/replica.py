@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import wait
 
 import ray
 
@@ -18,6 +21,8 @@ from rayspec.pipeline.shard import Blueprint, Loaded, rank_name
 from rayspec.pipeline.transport import Secret
 from rayspec.planning.partition import Device, partition
 from rayspec.types import CheckpointError, RayspecError
+
+_COORDINATOR_S = 60.0  # that an engine waits for its coordinator before it begins without
 
 
 class Replica:
@@ -35,6 +40,7 @@ class Replica:
         self.devices: tuple[Device, ...] = ()
         self._places: dict[str, str] = {}
         self._meetings: dict[int, Rendezvous] = {}  # of the ranks of each stage
+        self._listens_by_s = math.inf  # by the monotonic clock, when the coordinator must listen
         options = blueprint.options
         self._bundles = Bundles(options, num_gpus=blueprint.num_gpus, timeout_s=options.start_timeout_s)
 
@@ -54,11 +60,11 @@ class Replica:
         return self.blueprint.num_gpus > 0 and len(set(places)) < len(places)
 
     def start(self) -> None:
-        """Start all shards at once, then the coordinator."""
+        """Start all shards at once, then the coordinator. It may be late: until it listens, there are no new plans."""
         self._start_stages(range(self.num_stages))
         self.start_coordinator()
         assert self.coordinator is not None
-        wait_for([self.coordinator.listening], self.blueprint.options.start_timeout_s)
+        wait([self.coordinator.listening], min(_COORDINATOR_S, self.blueprint.options.start_timeout_s))
 
     def replace(self, names: Collection[str]) -> None:
         """End these shards and start all missing ones. All ranks of a stage are replaced together."""
@@ -71,9 +77,12 @@ class Replica:
         self._start_stages([stage for stage in range(self.num_stages) if rank_name(stage, 0) not in self.shards])
 
     def ends(self) -> Mapping[str, str]:
-        """Return the processes that have ended, each with the reason."""
+        """Return the processes that have ended, or a coordinator that is too late to listen, each with the reason."""
         started = self.shards | ({COORDINATOR: self.coordinator} if self.coordinator else {})
-        return {name: reason for name, process in started.items() if (reason := process.end()) is not None}
+        ends = {name: reason for name, process in started.items() if (reason := process.end()) is not None}
+        if self.coordinator and not self.coordinator.listening.done() and time.monotonic() > self._listens_by_s:
+            ends.setdefault(COORDINATOR, f"{COORDINATOR} does not listen in time (start_timeout_s)")
+        return ends
 
     def start_coordinator(self) -> None:
         """Start a coordinator, which replaces the present one. Do not wait for it."""
@@ -81,6 +90,7 @@ class Replica:
         # Outside the bundles: it computes next to nothing.
         self.coordinator = start_process(Coordinator, self.spans, self.secret, name=COORDINATOR, num_cpus=0)
         self.coordinator.serve()
+        self._listens_by_s = time.monotonic() + self.blueprint.options.start_timeout_s
 
     def end_coordinator(self) -> None:
         if self.coordinator is not None:

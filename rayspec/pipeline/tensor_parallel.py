@@ -29,7 +29,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from rayspec.model.architecture import largest_difference, rounding_tolerance
 from rayspec.model.kv_cache import LayerShape
-from rayspec.model.load_check import CheckRows, CheckSequence
+from rayspec.model.load_check import CheckRows, CheckSequence, lack_of_memory
 from rayspec.model.matrices import SummedLinear
 from rayspec.model.sizes import rank_counts
 from rayspec.model.sublayers import Decomposition, Sublayer, run
@@ -188,6 +188,8 @@ def _objection(
                 if found is None and (left - share) / (1 - share) > _MOST_WHOLE:
                     found = f"it leaves each rank {left:.0%} of the weights of {type(whole.block).__name__}"
     except _SPLIT_FAILURES as error:
+        if lack_of_memory(error) is not None:  # perhaps on this rank only: the others would wait in a sum
+            raise
         found = f"splitting fails with {type(error).__name__}: {error}"
     if not group.all_agree(found is None):
         return found or "another rank cannot split"
@@ -196,6 +198,8 @@ def _objection(
         pairs = zip(expected, _outputs(copies, parts), strict=True)
         difference = max(largest_difference(own, whole) for whole, own in pairs)
     except _SPLIT_FAILURES as error:
+        if lack_of_memory(error) is not None:  # perhaps on this rank only: the others would wait in a sum
+            raise
         found = f"the split layer fails with {type(error).__name__}: {error}"
     worst = group.largest(difference)
     return None if worst <= rounding_tolerance(parts.dtype) else f"{found} (largest difference {worst:.1e})"

@@ -73,8 +73,10 @@ def test_passes_that_do_not_fit_are_halved(caplog: pytest.LogCaptureFixture) -> 
     assert [runner.ran for runner in made] == [[], [150, 3 * 17]]
     (message,) = caplog.messages
     assert message.startswith("a pass of 300 rows does not fit into the memory")
-    with pytest.raises(CheckpointError, match=r"no pass fits .* on cpu: CUDA out of memory"):
+    with pytest.raises(CheckpointError, match=r"a pass of 75 rows does not fit .* on cpu \(CUDA out of memory"):
         _rehearsed(_of_all, most=8)
+    with pytest.raises(CheckpointError, match=r"a pass of 300 rows .*: lower max_num_batched_tokens or max_num_seqs"):
+        _rehearsed(_of_all, most=160, may_divide=False)
 
 
 @pytest.mark.parametrize("stage", range(3))

@@ -3,6 +3,7 @@
 
 import logging
 import random
+from concurrent.futures import Future
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import MagicMock, patch
@@ -274,6 +275,20 @@ def test_a_coordinator_that_dies_with_a_shard_does_not_hold_it_up() -> None:
         run.loop.lose(COORDINATOR)  # nobody has noticed yet
         run.replica.kill(stage_name(0))
         outputs = finish(run.engine)
+        assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
+
+
+def test_a_coordinator_that_does_not_begin_to_listen_is_replaced() -> None:
+    """As one that is frozen before: there would be no new plans, without a word."""
+    known = known_cases()
+    with loop_engine(checkpoint("llama"), 2, plans(0)) as run:
+        begin(run, known)
+        frozen: Any = run.replica.coordinator
+        frozen.listening, frozen.listens = Future(), False
+        run.replica._listens_by_s = 0.0
+        outputs = finish(run.engine)
+        assert run.replica.coordinator is not frozen
+        assert run.replica.num_replaced == 0, "no shard"
         assert tokens_of(outputs[str(index)] for index in range(len(LENGTHS))) == known.expected
 
 

@@ -41,7 +41,7 @@ from rayspec.model.weights import load_model
 from rayspec.pipeline import tensor_parallel
 from rayspec.pipeline.collective import Rendezvous
 from rayspec.pipeline.tensor_parallel import RankGroup, split_tensor_parallel
-from rayspec.types import ConfigError, UnsupportedModelError
+from rayspec.types import CheckpointError, ConfigError, UnsupportedModelError
 from tests.engines import step_buffers
 from tests.exhaustive import few_of
 from tests.families import FAMILIES, build, checkpoint, modules_of, ragged_prompts
@@ -407,6 +407,26 @@ def test_what_does_not_divide_is_an_error_of_the_option(options: dict[str, int],
 def test_a_rank_that_is_alone_gives_up_in_time() -> None:
     with closing(Rendezvous("127.0.0.1")) as meeting, pytest.raises(torch.distributed.DistError):
         RankGroup(rank=0, size=2, address=meeting.address).join(timeout_s=1)
+
+
+def test_a_rank_that_lacks_memory_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Perhaps it alone does. When it went on without what it lacked, the others waited for it for ten minutes."""
+
+    def lacks(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    path = checkpoint("llama")
+    model, parts = _copy(path)
+    with pytest.raises(torch.OutOfMemoryError):
+        tensor_parallel._objection(lacks, [], [], parts, RankGroup(rank=0, size=2, address=""))
+    config = EngineConfig(model=path, dtype="float32", device="cpu")
+    monkeypatch.setattr("rayspec.model.fused.full_matrix", lacks)
+    alone, _, _ = prepare_span(config, *_copy(path))
+    assert {one.body for one in alone.sublayers} == {None}, "a model of one process runs by its modules"
+    block: Any = parts.sublayers[0].block
+    block.o_proj = SummedLinear(block.o_proj.weight, None, lambda products: products)
+    with pytest.raises(CheckpointError, match=r"the memory is too small for this model \(CUDA out of memory"):
+        prepare_span(config, model, parts)
 
 
 if __name__ == "__main__":
