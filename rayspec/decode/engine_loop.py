@@ -323,8 +323,12 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
-        """Run one last coroutine, cancel all others, and end the thread. Later calls do nothing."""
-        if self._loop.is_closed() or threading.current_thread() is self._thread:
+        """Run one last coroutine, cancel all others, and end the thread. Later calls do nothing. A garbage collection
+        may make the call on that thread, which then cannot wait for itself."""
+        if self._loop.is_closed():
+            return
+        if threading.current_thread() is self._thread:
+            self._loop.create_task(last()).add_done_callback(lambda _: self._loop.stop())
             return
         with suppress(Exception):
             asyncio.run_coroutine_threadsafe(last(), self._loop).result(timeout_s)

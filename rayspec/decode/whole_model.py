@@ -9,11 +9,11 @@ with a pass of its own for chunks. It gets logits in place of hidden states.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -56,6 +56,9 @@ from rayspec.planning.latency import Measurement
 from rayspec.types import Logprob, UnsupportedModelError
 
 _MOST_OWED = 0.75  # of the seconds of a round, which are not less than a plain round's
+_MOST_ROWS_IN_LOCKSTEP = 2048
+
+T = TypeVar("T")
 
 
 class WholeSpan:
@@ -181,9 +184,20 @@ class WholeSpan:
             for state, chain in zip(states, chains, strict=True)
         ]
         in_lockstep = self.fewest_in_lockstep is not None and len(calls) >= self.fewest_in_lockstep
-        found = self.lockstep.run(calls) if in_lockstep else [call() for call in calls]
+        found = self._in_lockstep(calls, states, chains) if in_lockstep else [call() for call in calls]
         border.sent += [states for _, sent in found for states in sent]
         return [logits for logits, _ in found]
+
+    def _in_lockstep(
+        self, calls: Sequence[Callable[[], T]], states: Sequence[GenerateState], chains: Sequence[list[int]]
+    ) -> list[T]:
+        """Run the calls in lockstep, as many at once as have few enough rows, each of which may take a thread."""
+        counts = (state.num_pending + len(chain) for state, chain in zip(states, chains, strict=True))
+        ends = itertools.accumulate(counts)
+        found = list[T]()
+        for _, some in itertools.groupby(calls, key=lambda _: next(ends) // _MOST_ROWS_IN_LOCKSTEP):
+            found += self.lockstep.run(list(some))
+        return found
 
 
 class WholeModelStages(Stages):

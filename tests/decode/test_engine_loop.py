@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from rayspec.config import SamplingParams
-from rayspec.decode.engine_loop import EngineDeadError, EngineLoop, _settle
+from rayspec.decode.engine_loop import EngineDeadError, EngineLoop, LoopThread, _settle
 from rayspec.decode.output import NewOutput, PieceQueue, joined
 from rayspec.decode.stages import StageLostError
 from rayspec.structured import StructuredOutputsParams
@@ -214,6 +214,20 @@ def test_the_thread_of_deliveries_outlives_a_future_that_was_cancelled_twice() -
     for _ in range(2):
         _settle(future, None)
     assert future.cancelled()
+
+
+def test_a_thread_that_is_closed_by_itself_ends_its_work_first() -> None:
+    """As where it collects an LLM with replicas as garbage: their processes stayed, and kept their GPUs."""
+    thread, done = LoopThread("own"), threading.Event()
+
+    async def last() -> None:
+        await asyncio.sleep(0)
+        done.set()
+
+    thread.call_soon(lambda: thread.close(last, 1.0))
+    thread._thread.join(WAIT_S)
+    assert done.is_set()
+    assert thread._loop.is_closed()
 
 
 def test_a_ping_that_ends_the_engine_is_answered(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,6 +294,19 @@ def test_a_lack_of_memory_in_a_pass_spoils_no_other_sequence(
     assert tokens_of(outputs[:2]) == known.expected[:2]
 
 
+def test_many_rows_do_not_run_in_lockstep_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may take a thread; where there were too few, those that had one waited for the others for ever."""
+    known = cases(checkpoint("gpt2"), (30, 30, 30), 20)
+    engine = load_engine(_config("gpt2", "recycling"), with_tokenizer=False)
+    engine.stages.span.fewest_in_lockstep = 2
+    run, groups = engine.stages.span.lockstep.run, list[int]()
+    monkeypatch.setattr("rayspec.decode.whole_model._MOST_ROWS_IN_LOCKSTEP", 2)
+    monkeypatch.setattr(engine.stages.span.lockstep, "run", lambda calls: groups.append(len(calls)) or run(calls))
+    outputs = complete(engine, known.prompts, SamplingParams(temperature=0, max_tokens=20))
+    assert tokens_of(outputs) == known.expected
+    assert {1, 2} <= {*groups} <= {1, 2, 3}
+
+
 @pytest.mark.parametrize(
     ("family", "strategy"),  # tokens of a prompt to bert see later ones: no chunks
     few_of(
