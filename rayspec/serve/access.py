@@ -332,7 +332,8 @@ class Entry:
                 await app(scope, receive, send)
                 return
             headers, has_cost = Headers(scope=scope), scope["method"] in {"POST", "DELETE"}
-            needs_key, client = scope["path"] not in open_paths, self.client(Request(scope))
+            path = scope["path"].removeprefix(scope.get("root_path", ""))  # the prefix of several applications of Serve
+            needs_key, client = path not in open_paths, self.client(Request(scope))
             try:
                 with ExitStack() as held:
                     if not has_cost:

@@ -77,11 +77,10 @@ class Ingress:
         self._num_ingresses = num_ingresses
         self._places = {one.model_id: Places(one.num_ongoing(1, num_ingresses)) for one in options.llm_configs}
         self._tokenizing = {one.model_id: Places(TOKENIZED_AT_ONCE, leaves_room=False) for one in options.llm_configs}
-        self._may_be_absent = {one.model_id for one in options.llm_configs if one.scales_to_zero}
         self.watch = Watch(
             self.models,
             replica_timeout_s=options.replica_timeout_s,
-            may_be_absent=self._may_be_absent,
+            may_be_absent=[one.model_id for one in options.llm_configs if one.scales_to_zero],
             looked=self._looked,
         )
         self.bodies, self.unread = BodyReader(options), Unread()
@@ -104,7 +103,7 @@ class Ingress:
             is_streamed = asked.stream
             del asked  # its values take several times as much memory as the body
             await while_connected(request, deadline.within(_turn(self._places[own], client, len(body), held)))
-            if self.watch.is_absent(own):
+            if self.watch.must_wait(own):
                 await while_connected(request, deadline.within(self._presence(own)))
             if not is_streamed:
                 work = fetch(model.respond.remote(kind, body, name, owner, client), deadline)
@@ -134,11 +133,9 @@ class Ingress:
         """Return a model's or adapter's card; it says less before the first run. Raises RequestError, Refused."""
         if model not in self._cards:
             ready, own = self._ready_model(model), self.model_of[model]
-            deadline = Deadline(self.options.request_timeout_s)
-            await deadline.within(self._presence(own))
-            if self.watch.is_absent(own):  # a call would start a replica
+            if self.watch.is_absent(own) or self.watch.must_wait(own):  # a call would start a replica, or wait for one
                 return ModelCard(id=model, created=self._created, parent=None if own == model else own)
-            card = await fetch(ready.card.remote(), deadline)
+            card = await fetch(ready.card.remote(), Deadline(self.options.request_timeout_s))
             self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]
 
@@ -150,7 +147,7 @@ class Ingress:
 
     async def _presence(self, own: str) -> None:
         """Wait while all replicas of a model are being replaced. Raises Refused where none of the new ones starts."""
-        while own not in self._may_be_absent and self.watch.is_absent(own):
+        while self.watch.must_wait(own):
             if not self.watch.can_serve(own):
                 raise Refused(STARTING)
             await asyncio.sleep(PERIOD_S / 2)
@@ -159,7 +156,7 @@ class Ingress:
         """Return the handle of a model, or of an adapter's. Raises RequestError, and Refused while none can serve."""
         check_served(name, tuple(self.model_of))
         own = self.model_of[name]
-        if not (own in self._may_be_absent or self.watch.can_serve(own)):
+        if not self.watch.can_serve(own):
             raise Refused(STARTING)
         return self.models[own]
 

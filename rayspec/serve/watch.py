@@ -1,5 +1,5 @@
 """The status of each replica, which /status lists, and the watch, which kills replicas that neither answer nor end.
-Serve would wait for their requests. Dead engines are Serve's business (`ModelServer.check_health`)."""
+Serve would wait for their requests. It also kills replicas whose engine has ended, sooner than Serve would."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PERIOD_S = 0.5
 _STATUS_TIMEOUT_S = 2.0
 _FRESH_S = 0.5
 _WINDOW_S = 10.0
-_MOST_STARTING_S = 600.0  # for so long, requests wait for a model that Serve starts
+_MOST_STARTING_S = 600.0  # for so long, requests wait for a model of which no replica runs
 _SILENT_S = 6.0  # with 15 busy processes on two cores, an answer took up to 4.3 s
 
 # Serve makes the routers itself, by the name of their class, and gives no access to them. So they register here.
@@ -153,6 +153,7 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Health = Literal["unknown", "starting", "no answer"] | EngineHealth
+_SERVING: frozenset[Health] = frozenset({"unknown", "ready", "recovering", "no answer"})
 
 
 @dataclass(slots=True)
@@ -179,6 +180,8 @@ class WatchedReplica:
         """Return why the replica must be killed; None if it need not."""
         if self.is_stopped:
             return "its process is stopped (SIGSTOP)"
+        if self.health == "engine dead":  # it answers sooner than the others, so Serve sends it most requests
+            return "its engine has ended"
         if self.silent_s > timeout_s:
             return f"its process has not answered for {self.silent_s:.0f} s (replica_timeout_s)"
         problem = self.report.problem if self.report is not None else None
@@ -202,7 +205,7 @@ class WatchedReplica:
 
 class Watch:
     """Watches the replicas of all models (Serve's handles). A replica that is silent for `replica_timeout_s` is killed;
-    one that is stopped, or whose engine is stuck, at once. A machine's sleep does not count as silence. may_be_absent:
+    one that is stopped, or whose engine is stuck or has ended, at once. A machine's sleep is no silence. may_be_absent:
     models that scale to zero. looked: called whenever the replicas are known anew."""
 
     def __init__(
@@ -214,24 +217,35 @@ class Watch:
         looked: Callable[[], None] = lambda: None,
     ) -> None:
         self._models, self._timeout_s, self._looked = dict(models), replica_timeout_s, looked
-        self._may_be_absent = may_be_absent
+        self._may_be_absent = set(may_be_absent)
         self.replicas: dict[str, dict[str, WatchedReplica]] = {}  # by model, without models that are not known
         self._ill_since_s: dict[str, float | None] = {}  # None: healthy. Without models that were never healthy
         self._starting_until_s = dict.fromkeys(self._models, time.monotonic() + _MOST_STARTING_S)
         self._serve_status: asyncio.Future[Any] | None = None  # one question at a time: a thread waits for the answer
 
     def can_serve(self, model: str) -> bool:
-        """Return whether a request would reach an engine, now or after a wait. True while Serve starts all replicas of
-        a model, as when their options change, unless they fail to start or take more than ten minutes."""
-        waits: set[Health] = {"unknown", "ready", "recovering", "no answer"}
-        return any(
-            one.health in waits for one in self.replicas.get(model, {}).values()
-        ) or time.monotonic() < self._starting_until_s.get(model, 0.0)
+        """Return whether a request would reach an engine, now or after a wait. True while Serve starts replicas of a
+        model that has none, as after a crash or a change of options, unless they fail to start or take more than ten
+        minutes."""
+        healths = {one.health for one in self.replicas.get(model, {}).values()}
+        may_start = model in self._may_be_absent or time.monotonic() < self._starting_until_s.get(model, 0.0)
+        return may_start or not _SERVING.isdisjoint(healths)
+
+    def must_wait(self, model: str) -> bool:
+        """Return whether no replica takes requests now, as far as is known. A call would fail or, unless it makes Serve
+        start a replica, wait without limit."""
+        names, known = self._names(model), self.replicas.get(model, {})
+        if not names:
+            return model not in self._may_be_absent
+        return all(name in known and known[name].health not in _SERVING for name in names)
 
     def is_absent(self, model: str) -> bool:
-        """Return whether Serve has no replica of the model at this moment. A call would wait for one without limit."""
+        """Return whether Serve has no replica of the model at this moment."""
+        return not self._names(model)
+
+    def _names(self, model: str) -> set[str]:
         handle = self._models[model]
-        return not replicas_of(handle.app_name, handle.deployment_name)
+        return replicas_of(handle.app_name, handle.deployment_name)
 
     def num_running(self, model: str) -> int:
         """Return the number of replicas to which requests go now."""
@@ -262,13 +276,15 @@ class Watch:
         return [f"{model}: its replicas fail to start" for model in failing]
 
     async def ask_serve(self) -> None:
-        """Find out whether Serve starts the models that have no replica now."""
+        """Find out whether Serve starts the models that have no replica now, or has failed to."""
         absent = [one for one in self._models if one not in self._may_be_absent and not self.num_running(one)]
         for model, one in (await self._in_serve(absent)).items():
-            if one.status == "UPDATING":
-                self._starting_until_s.setdefault(model, time.monotonic() + _MOST_STARTING_S)
-            elif one.status in ("UNHEALTHY", "DEPLOY_FAILED"):
+            if one.status == "HEALTHY" and not any(one.replica_states.values()):
+                self._may_be_absent.add(model)  # by a Serve config file
+            elif one.status == "DEPLOY_FAILED" or one.status_trigger == "REPLICA_STARTUP_FAILED":
                 self._starting_until_s.pop(model, None)
+            else:
+                self._starting_until_s.setdefault(model, time.monotonic() + _MOST_STARTING_S)
 
     async def _in_serve(self, models: Collection[str]) -> dict[str, Any]:
         """Return what Serve knows of the deployments of these models. Empty if it does not answer soon, or without
@@ -313,18 +329,16 @@ class Watch:
         for model, handle in self._models.items():
             if not handle.is_initialized:
                 handle.options()  # from now on Serve tells the handle about replicas
-            names, known = replicas_of(handle.app_name, handle.deployment_name), self.replicas.get(model, {})
+            names, known = self._names(model), self.replicas.get(model, {})
             new = dict[str, WatchedReplica]()
             for name in names - known.keys():
                 with suppress(ValueError):  # the actor has ended meanwhile
                     new[name] = WatchedReplica(await asyncio.to_thread(ray.get_actor, name, namespace="serve"))
             found = {name: one for name, one in sorted((known | new).items()) if name in names}
             if found or handle.running_replicas_populated():
-                if any(not one.has_ended for one in found.values()):
-                    self._starting_until_s.pop(model, None)
-                elif self.num_running(model):
-                    self._starting_until_s[model] = time.monotonic() + _MOST_STARTING_S
                 self.replicas[model] = found
+                if self.num_running(model):
+                    self._starting_until_s[model] = time.monotonic() + _MOST_STARTING_S
             for replica in found.values():
                 if replica.asked is None:
                     replica.asked = asyncio.create_task(replica.ask())

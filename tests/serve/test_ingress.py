@@ -40,13 +40,14 @@ from tests.waiting import wait_until
 PAGE = "https://page.example"
 BODY = {"model": "demo", "prompt": "a"}
 JSON = {"content-type": "application/json"}
-IS_ABSENT = Watch.is_absent
+MUST_WAIT = Watch.must_wait
 
 
 @pytest.fixture(autouse=True)
 def _replicas_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """No router knows the replicas of these tests."""
-    monkeypatch.setattr(Watch, "is_absent", lambda _watch, _model: False)
+    for name in ("is_absent", "must_wait"):
+        monkeypatch.setattr(Watch, name, lambda _watch, _model: False)
 
 
 class Model:
@@ -219,6 +220,18 @@ def test_without_a_key_nothing_opens_but_health_and_the_page() -> None:
         assert (response.status_code, response.headers.get("www-authenticate")) == (401, "Bearer"), path
     page = asked("GET", "/", headers={"authorization": ""}, content=b"")
     assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+
+
+def test_an_application_with_a_prefix_opens_the_same() -> None:
+    """Of several applications, Serve gives each the whole path, and its prefix as the root."""
+
+    async def status(path: str) -> int:
+        transport = httpx2.ASGITransport(app_of(None), root_path="/small")
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            return (await http.get(path)).status_code
+
+    paths = ("/small/docs", "/small/", "/small/v1/models", "/small/small/docs", "/small/nothing")
+    assert [asyncio.run(status(path)) for path in paths] == [200, 200, 401, 401, 401]
 
 
 def test_the_page_of_the_api_needs_no_key_and_no_network() -> None:
@@ -635,7 +648,7 @@ def test_requests_wait_for_a_replaced_replica_and_no_longer_than_one_may_start(
     monkeypatch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: next(looks))
     ingress = ingress_of(model)
     can_serve = iter([True] * 3)
-    monkeypatch.setattr(Watch, "is_absent", IS_ABSENT)
+    monkeypatch.setattr(Watch, "must_wait", MUST_WAIT)
     monkeypatch.setattr("rayspec.serve.ingress.PERIOD_S", 0.01)
     monkeypatch.setattr(ingress.watch, "can_serve", lambda _model: next(can_serve, starts))
     answer = asked(path=path, ingress=ingress)

@@ -23,7 +23,7 @@ EVENT = b"data: " + b"x" * (MEBIBYTE - 8) + b"\n\n"
 
 @contextmanager
 def serving(monkeypatch: pytest.MonkeyPatch, model: Model, most: int) -> Iterator[tuple[Ingress, tuple[str, int]]]:
-    monkeypatch.setattr(Watch, "is_absent", lambda _watch, _model: False)
+    monkeypatch.setattr(Watch, "must_wait", lambda _watch, _model: False)
     ingress = ingress_of(model)
     ingress.unread = Unread(most)
     ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}

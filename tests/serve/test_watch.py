@@ -36,9 +36,12 @@ def watched(*reports: Any) -> tuple[Watch, list[WatchedReplica]]:
     return watch, replicas
 
 
-async def looked(watch: Watch, patch: pytest.MonkeyPatch, names: set[str], status: str = "UPDATING") -> None:
-    """Serve has these replicas, and says this of the model."""
-    app = SimpleNamespace(deployments={"Model:m": SimpleNamespace(status=status)})
+async def looked(
+    watch: Watch, patch: pytest.MonkeyPatch, names: set[str], status: str = "UPDATING", trigger: str = "", num: int = 1
+) -> None:
+    """Serve sends requests to these replicas, and says this of the model. num: how many replicas it has itself."""
+    model = SimpleNamespace(status=status, status_trigger=trigger, replica_states={"RUNNING": num})
+    app = SimpleNamespace(deployments={"Model:m": model})
     patch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: names)
     patch.setattr(ray, "is_initialized", lambda: True)
     patch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
@@ -96,40 +99,44 @@ def test_serve_is_asked_by_one_thread_however_often_the_health_is_asked(monkeypa
     assert len(asked) == 1
 
 
-def test_replicas_to_which_serve_sends_requests_are_tried_until_they_have_been_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watch, (replica,) = watched(None)
-    asyncio.run(looked(watch, monkeypatch, {"a"}))
-    assert (watch.can_serve("m"), watch.problem("m")) == (True, "starting")
-    replica.answered(None)
-    assert (watch.can_serve("m"), watch.problem("m")) == (False, "starting")
-
-
-@pytest.mark.parametrize("has_ended", [False, True])
-def test_requests_wait_while_serve_starts_all_replicas(has_ended: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve takes the replica away before it starts the next. For one that has died, it starts another later."""
-    watch, (replica,) = watched(report())
+@pytest.mark.parametrize("health", ["unknown", "ready", "engine dead"])
+def test_requests_wait_for_a_replica_until_its_successor_serves(health: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before anyone has looked after its end, and while Serve still says that the model is healthy."""
+    killed = list[Any]()
+    monkeypatch.setattr(ray, "kill", lambda actor, **_: killed.append(actor))
+    watch, (replica,) = watched(None if health == "unknown" else report(health))
     asyncio.run(looked(watch, monkeypatch, {"a"}, "HEALTHY"))
-    if has_ended:
-        replica.answered(None)
-    asyncio.run(looked(watch, monkeypatch, set(), "HEALTHY"))
-    assert watch.replicas["m"] == {}
-    assert watch.can_serve("m") is not has_ended
-    asyncio.run(looked(watch, monkeypatch, set(), "UPDATING"))
-    assert watch.can_serve("m"), "it starts"
+    is_dead = health == "engine dead"
+    assert (watch.must_wait("m"), killed) == (is_dead, [replica.actor] * is_dead)
+    replica.answered(None)
+    assert (watch.can_serve("m"), watch.must_wait("m"), watch.problem("m")) == (True, True, "starting")
+    for status, trigger in (("HEALTHY", ""), ("UNHEALTHY", "HEALTH_CHECK_FAILED"), ("UPDATING", "")):
+        asyncio.run(looked(watch, monkeypatch, set(), status, trigger))
+        assert watch.replicas["m"] == {}
+        assert (watch.can_serve("m"), watch.must_wait("m")) == (True, True)
+    monkeypatch.setattr("rayspec.serve.watch.replicas_of", lambda _app, _deployment: {"b"})
+    assert not watch.must_wait("m"), "Serve sends requests to the successor"
     begun_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: begun_s + 601)
     asyncio.run(looked(watch, monkeypatch, set(), "UPDATING"))
     assert not watch.can_serve("m"), "as without a place"
 
 
-@pytest.mark.parametrize("status", ["UNHEALTHY", "DEPLOY_FAILED"])
-def test_requests_wait_no_longer_when_serve_gives_up(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_serve_config_file_may_let_a_model_scale_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `deployments`, which the ingress does not see. Requests waited for a replica that only they could start."""
+    watch, _ = watched()
+    asyncio.run(looked(watch, monkeypatch, set(), "HEALTHY", num=0))
+    assert (watch.must_wait("m"), watch.can_serve("m"), watch.problem("m")) == (False, True, None)
+
+
+@pytest.mark.parametrize("given", [("UNHEALTHY", "REPLICA_STARTUP_FAILED"), ("DEPLOY_FAILED", "HEALTH_CHECK_FAILED")])
+def test_requests_wait_no_longer_when_serve_gives_up(given: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     watch, _ = watched()
     assert watch.can_serve("m")
-    asyncio.run(looked(watch, monkeypatch, set(), status))
+    asyncio.run(looked(watch, monkeypatch, set(), *given))
     assert not watch.can_serve("m")
+    asyncio.run(looked(watch, monkeypatch, set(), "UPDATING"))
+    assert watch.can_serve("m"), "its options have changed"
 
 
 @pytest.mark.parametrize("before", [None, report()])
