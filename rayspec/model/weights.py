@@ -35,8 +35,8 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
+from transformers.integrations.mistral import convert_tekken_tokenizer  # type: ignore[attr-defined]
 from transformers.utils.import_utils import is_kernels_available
 
 from rayspec.config import EngineConfig
@@ -338,8 +338,10 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code, **keywords
             )
-            if type(tokenizer).__name__ == "MistralCommonBackend":  # of mistral-common, without chat templates
-                tokenizer = PreTrainedTokenizerFast.from_pretrained(place, revision=config.revision or "main")
+            if type(tokenizer).__name__ == "MistralCommonBackend":  # of mistral-common, with few of the usual methods
+                converted: Any = convert_tekken_tokenizer(str(vars(tokenizer)["_tokenizer_path"]))
+                converted.add_bos_token = True
+                tokenizer = converted
             if (file := find_gguf(source, config.revision)) is not None:
                 gguf.fit_tokenizer(tokenizer, file)
     except StrictDataclassError as error:

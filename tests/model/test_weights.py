@@ -1,5 +1,6 @@
 import json
 import shutil
+from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer
 
 from rayspec import demo
 from rayspec.config import EngineConfig
@@ -178,11 +179,25 @@ def test_a_tokenizer_whose_files_are_damaged_is_an_error(
         load_tokenizer(_config(folder))
 
 
-def test_the_tokenizer_of_mistral_common_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers takes it for Mistral's files where that package is installed. It has no chat template."""
+def test_a_tokenizer_of_mistral_common_becomes_one_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """transformers takes that package for Mistral's files, where it is installed. It has no chat template."""
+    marks = [
+        {"rank": rank, "token_str": text, "is_control": True} for rank, text in enumerate(("<unk>", "<s>", "</s>"))
+    ]
+    single = [{"rank": byte, "token_bytes": b64encode(bytes([byte])).decode()} for byte in range(256)]
+    sizes = {"pattern": ".", "default_vocab_size": 259, "default_num_special_tokens": 3}
+    content = {"config": sizes | {"version": "v3"}, "vocab": single, "special_tokens": marks}
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     own = type("MistralCommonBackend", (), {})()
+    own._tokenizer_path = tmp_path / "tekken.json"
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: own)
-    assert isinstance(load_tokenizer(_config(demo.model_path())), PreTrainedTokenizerFast)
+    tokenizer = load_tokenizer(_config(demo.model_path()))
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a</s>")["input_ids"]) == ["<s>", "a", "</s>"]
+    assert tokenizer.get_chat_template() == "{{ messages[0].content }}"
 
 
 def test_no_tokenizer_is_an_error() -> None:
