@@ -67,9 +67,10 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
     except StrictDataclassError as error:
         raise invalid_config(source, error) from error
     except LOADING_ERRORS as error:  # also JSON with unexpected types and numbers
+        remedy = "fetch its config.json again" if file is None else "use the checkpoint in safetensors"
         raise CheckpointError(
-            f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: fetch its config.json "
-            "again, or name another model"
+            f"config of model {source!r} could not be read: {in_one_line(error).rstrip('.')}: {remedy}, or name "
+            "another model"
         ) from error
     become_plain(config)
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.

@@ -280,6 +280,13 @@ def test_other_threads_read_whole_files_meanwhile(folder: Path) -> None:
     assert len(gguf.GGUFReader(path).tensors) > 0
 
 
+def test_an_architecture_that_transformers_does_not_read_is_refused(folder: Path, tmp_path: Path) -> None:
+    content = (folder / "llama.gguf").read_bytes().replace(b"llama", b"hyena")
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"architecture hyena is not supported yet: use the checkpoint in safet"):
+        load_config(_config(tmp_path / "model.gguf"))
+
+
 def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "big-00001-of-00003.gguf"
     path.touch()
