@@ -195,7 +195,7 @@ def page(rows: Sequence[Supported]) -> str:
         "checkpoint can differ from the\ntiny model of its type. `python -m tests.every_type` writes the table. It "
         "makes a tiny random model of each type, and requires the tokens\nof `generate(do_sample=False)` for prompts "
         "of 1, 33 and 300 tokens, alone and together. Rows with `#` are variants of a type.\n\n"
-        f"A checkpoint with vision of type {', '.join(WITH_TEXT_PART[:-1])} or {WITH_TEXT_PART[-1]} loads its language "
+        f"A checkpoint with vision of type {', '.join(WITH_TEXT_PART)}, llama4 or mllama loads its language "
         "model only: prompts are texts.\n\n## Popular models\n\n"
         "| type | models | way | why |\n|---|---|---|---|\n"
         + "".join(f"| {row.type} | {row.models} | {row.way} | {_cell(row.why)} |\n" for row in popular)
