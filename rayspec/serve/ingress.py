@@ -124,6 +124,7 @@ class Ingress:
             name = asked.model or next(iter(self.models))
             model, deadline = self._ready_model(name), Deadline(self.options.request_timeout_s)
             own = self.model_of[name]
+            del asked  # as above
             await while_connected(request, deadline.within(_turn(self._tokenizing[own], client, len(body), held)))
             await while_connected(request, deadline.within(self._presence(own)))
             work = fetch(model.tokenize.remote(kind, body, _name_of(request), client), deadline)

@@ -105,6 +105,10 @@ HUGE: dict[str, tuple[str, bytes]] = {
         "completions",
         completion(prompt=["a"] * 1024, logit_bias={str(token): 1 for token in range(1024)}),
     ),
+    "bad words of many prompts": (
+        "completions",
+        completion(prompt=["a"] * 1024, bad_words=[f"w{number}" for number in range(256)]),
+    ),
     "many empty messages": ("chat/completions", chat(b",".join([EMPTY] * (BODY_BYTES // 29)))),
     "long texts": ("completions", completion(prompt=["a " * 3000] * (BODY_BYTES // 6010))),
     "many lists": ("completions", b'{"model":"demo","metadata":[' + b"[]," * (BODY_BYTES // 3 - 100) + b"1]}"),

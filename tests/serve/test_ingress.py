@@ -485,6 +485,30 @@ def test_large_bodies_of_one_client_are_no_reason_to_refuse_others() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
+def test_clients_take_turns_with_the_pieces_of_large_bodies() -> None:
+    reader = BodyReader(ServeOptions(llm_configs=({"model_loading_config": {"model_id": "demo"}},)))
+    piece, pieces = b"x" * 2**13, list[str]()
+
+    def request(client: str) -> Any:
+        async def stream() -> AsyncIterator[bytes]:
+            yield b"x" * 2**16
+            for _ in range(20):
+                pieces.append(client)
+                yield piece
+
+        return SimpleNamespace(headers={"content-type": "application/json"}, stream=stream)
+
+    async def scenario() -> None:
+        with ExitStack() as held:
+            clients = [*["greedy"] * 30, "other"]
+            read = (reader.read(request(client), CompletionRequest, client, held) for client in clients)
+            await asyncio.gather(*read, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    last = max(at for at, client in enumerate(pieces) if client == "other")
+    assert last < 150, "of 620"
+
+
 FILE = "file-" + "0" * 32
 FORM = b'--b\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\n1\r\n--b--\r\n'
 
