@@ -395,8 +395,8 @@ class SamplingParams(Options):
 class TuningOptions(Options):
     """How plans are tuned on calibration prompts. Numeric defaults are those of Self-SD, which tunes on 8 prompts."""
 
-    num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts")
-    max_seconds: float = Field(3600.0, gt=0.0, description="seconds after which no further plan is tried")
+    num_tries: int = Field(1000, ge=1, description="plans that are tried on the prompts of a domain")
+    max_seconds: float = Field(3600.0, gt=0.0, description="seconds after which no further plan of a domain is tried")
     max_tokens: int = Field(32, ge=2, description="tokens generated from each prompt")
 
 

@@ -69,7 +69,7 @@ class LLMKeywords(EngineKeywords, total=False):
 class LLM:
     """A model and the engine that runs it: in this process, or with `parallel` in shards that are Ray actors.
 
-    model: local folder, hub id, or "demo" or "demo-plain" for a bundled model. Other options are those of
+    model: folder, GGUF file, hub id, "smollm2", or the bundled "demo" or "demo-plain". Other options are those of
     `EngineConfig`; vLLM's names are taken, mapped or refused, see docs/guides/from_vllm.md. seed: `generate` and `chat`
     derive seeds from it for requests without one. With `parallel`, a running Ray or that of RAY_ADDRESS is used; else
     Ray is started on this machine. parallel="auto": the layout that `rayspec plan` recommends for the GPUs of that Ray,

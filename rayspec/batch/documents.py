@@ -191,7 +191,7 @@ def _row_of(fields: _Fields, source: str, columns: Columns, *, with_text: bool) 
 def _read(piece: Piece, columns: Columns, wanted: AbstractSet[int] | None) -> _Numbered:
     """Yield the fields of rows, each with its number. A text file is one row with number 0."""
     if piece.table is not None:
-        names = _check_unique(piece.table.columns, columns, piece)
+        names = _check_names(piece.table.columns, columns, piece)
         yield from _of_batches(map(_validated, piece.table.batches(piece.path, names)), piece, columns, 0, wanted)
         return
     location = Location.parse(piece.path)
@@ -328,7 +328,7 @@ def _csv_rows(file: IO[bytes], piece: Piece, columns: Columns, usual: str = ",")
     delimiter = max(usual, *",;\t", key=first.count)
     rows = csv.reader(itertools.chain([first], lines), delimiter=delimiter, strict=True)
     names = next(rows, [])
-    _check_unique(names, columns, piece)
+    _check_names(names, columns, piece)
     for number in itertools.count(1):
         source, num_read, num_characters = piece.source(number), rows.line_num, 0
         try:
@@ -354,7 +354,7 @@ def _arrow_rows(file: IO[bytes], piece: Piece, columns: Columns) -> _Numbered:
     is_stream = file.read(len(_ARROW_FILE_MAGIC)) != _ARROW_FILE_MAGIC
     file.seek(0)
     opened = _opened(pa.ipc.open_stream if is_stream else pa.ipc.open_file, file)
-    names = _check_unique(opened.schema.names, columns, piece)
+    names = _check_names(opened.schema.names, columns, piece)
     batches = opened if is_stream else map(opened.get_batch, range(opened.num_record_batches))
     yield from _of_batches((_validated(batch.select(names)) for batch in batches), piece, columns)
 
@@ -414,8 +414,11 @@ def _opened(opener: Callable[[Any], Any], content: Any) -> Any:
         raise pa.ArrowInvalid(f"the type of a column is damaged: {type(error).__name__}: {error}") from error
 
 
-def _check_unique(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
-    """Return the columns that are asked for and there. Raises InputFileError if two have the same name."""
+def _check_names(names: Sequence[str], columns: Columns, piece: Piece) -> list[str]:
+    """Return the columns that are asked for and there. Raises InputFileError if two have the same name, and for a file
+    without a column that every row needs."""
+    if names:  # else it is empty
+        columns.check(names, piece.name)
     counts = Counter(names)
     asked = [name for name in (names if columns.reads_all else columns.names) if name in counts]
     twice = next((name for name in asked if counts[name] > 1), None)
@@ -489,7 +492,7 @@ def _read_parquet(location: Location, piece: Piece, columns: Columns, wanted: Ab
     """Row groups without a wanted row are not read."""
     number = piece.num_before
     with location.open() as content, _opened(pq.ParquetFile, content) as file:
-        names = _check_unique(file.schema_arrow.names, columns, piece)
+        names = _check_names(file.schema_arrow.names, columns, piece)
         first, num_groups = piece.groups or (0, file.num_row_groups)
         if first + num_groups > file.num_row_groups:
             raise UnreadableFileError(f"{piece.name}: it has fewer row groups than before; do not change the input")

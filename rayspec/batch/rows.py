@@ -6,7 +6,7 @@ import itertools
 import math
 import reprlib
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -169,6 +169,14 @@ class Columns:
         names = dict.fromkeys((self.id_name, *contents))  # a template may name the id, too
         return [name for name in names if name is not None]
 
+    def check(self, names: Collection[str], source: str) -> None:
+        """Raise InputFileError for a file that has no column for what every row needs. names: of its columns."""
+        there = _present(names, "file")
+        if self.id not in (None, NO_ID_COLUMN, *names):
+            raise InputFileError(f"{source}: no column {self.id!r} for the id; {there}", MISSING_COLUMN)
+        if self.template is None and self.text not in names and self.messages not in names:
+            raise InputFileError(f"{source}: no column {self.text!r} for the text; {there}", MISSING_COLUMN)
+
     def row_id(self, row: Mapping[str, Any], source: str) -> str:
         """Return the id of a row. source: the row's place, which is its id where it has none. Raises InputFileError."""
         name = self.id_name
@@ -218,10 +226,10 @@ def is_null(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))  # the latter is pandas' null
 
 
-def _present(row: Mapping[str, Any]) -> str:
-    more = f" and {len(row) - _NUM_NAMED} more" * (len(row) > _NUM_NAMED)  # of very many in each row
-    shown = ", ".join(map(repr, itertools.islice(row, _NUM_NAMED)))
-    return f"the row has {shown or 'none that were asked for'}{more}"
+def _present(names: Collection[str], of: str = "row") -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" * (len(names) > _NUM_NAMED)  # of very many in each row
+    shown = ", ".join(map(repr, itertools.islice(names, _NUM_NAMED)))
+    return f"the {of} has {shown or 'none that were asked for'}{more}"
 
 
 _templates = Sandbox(most_s=5, most_bytes=2**30)

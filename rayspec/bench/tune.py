@@ -49,7 +49,8 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
         domains = calibration_prompts(llm, options)
         for domain, prompts in domains.items():
             longest = max(map(len, prompts), default=0)
-            say(f"{domain or _ANY}: {len(prompts)} prompts of up to {longest} tokens")
+            most = f"up to {options.num_tries} plans or {options.max_seconds:g} s"
+            say(f"{domain or _ANY}: {len(prompts)} prompts of up to {longest} tokens, {most}")
         width = f", {options.widen} times as wide" if options.widen > 1 else ""
         identity = ModelIdentity.of(engine.config, engine.stages.num_sublayers)
         tuned = msgspec.structs.replace(identity, name=f"{options.engine.model}{width}")

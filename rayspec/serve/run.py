@@ -89,11 +89,12 @@ def run_endpoint(options: ServeOptions, address: Address, announce: Callable[[st
         engines = [engine for engine in engines if engine.lora_modules or engine.model not in BUNDLED]
         if engines and ray_address() is None:  # a cluster's nodes may have other files
             # They bring torch and transformers.
-            from rayspec.model.sources import adapter_config  # noqa: PLC0415
+            from rayspec.model.sources import adapter_config, base_model  # noqa: PLC0415
             from rayspec.model.weights import load_config  # noqa: PLC0415
 
             for engine in engines:  # finds errors before Ray starts
-                load_config(engine.replace(model=local_path(engine.model)))
+                base, revision = base_model(engine.model) or (engine.model, None)  # of the folder of an adapter
+                load_config(engine.replace(model=local_path(base), revision=engine.revision or revision))
                 for folder in engine.lora_modules.values():
                     adapter_config(folder)
         for config in options.llm_configs:  # finds errors in their deployment_config

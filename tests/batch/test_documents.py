@@ -153,6 +153,24 @@ def test_an_error_names_some_of_very_many_columns(tmp_path: Path) -> None:
     assert str(bad.error).endswith(", 'c19' and 980 more")
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.csv"])
+def test_a_file_without_the_column_is_one_error_that_names_its_columns(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    if path.suffix == ".csv":
+        path.write_text("key,body\na,x\nb,y\n")
+    else:
+        write_table(pa.table({"key": ["a", "b"], "body": ["x", "y"]}), path)
+    for columns, problem in (
+        (TEXT, "'text' for the text"),
+        (Columns(text="prompt", messages="chat"), "'prompt' for the text"),
+        (Columns(text="body", id="id"), "'id' for the id"),
+    ):
+        (row,) = read(path, columns=columns)
+        assert (row.id, row.error_kind) == (name, "missing_column")
+        assert row.error == f"{name}: no column {problem}; the file has 'key', 'body'"
+    assert [outcome(row) for row in read(path, columns=Columns(text="prompt", messages="body"))] == ["invalid_value"] * 2
+
+
 def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path: Path) -> None:
     """At some depths a row can just be parsed, but not be encoded again, as is done for rows with escapes."""
     depths = range(100, 1100)

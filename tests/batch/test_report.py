@@ -98,6 +98,13 @@ def test_the_report_and_its_short_form_say_what_happened(num_records: int, draft
     assert not re.findall(r"<(?:script|img|link|iframe)\b|\b(?:src|href)=|url\(|@import", page), "one file, no script"
 
 
+@pytest.mark.parametrize("kind", ["out_of_memory", "does_not_shrink"])
+def test_an_error_whose_remedy_depends_on_its_cause_has_that_of_its_message(kind: str) -> None:
+    run = RunReport()
+    run.add(bad(kind))
+    assert "See the message." in report_pages(run, config=CONFIG, title="Run")["report.html"]
+
+
 def test_results_that_are_shared_and_rows_that_fail_use_no_tokens() -> None:
     run = RunReport(num_left=2)
     run.add(GOOD)
