@@ -168,7 +168,8 @@ def test_a_file_without_the_column_is_one_error_that_names_its_columns(tmp_path:
         (row,) = read(path, columns=columns)
         assert (row.id, row.error_kind) == (name, "missing_column")
         assert row.error == f"{name}: no column {problem}; the file has 'key', 'body'"
-    assert [outcome(row) for row in read(path, columns=Columns(text="prompt", messages="body"))] == ["invalid_value"] * 2
+    found = read(path, columns=Columns(text="prompt", messages="body"))
+    assert [outcome(row) for row in found] == ["invalid_value"] * 2
 
 
 def test_a_row_that_is_nested_too_deeply_is_one_bad_row(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_the_folder_of_an_adapter_may_be_the_model(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
     result = CliRunner().invoke(app, ["serve", "--port", "0", "--model", str(tmp_path)])
-    assert "option 'model' is '/no/base', and there is no such folder" in result.stderr, "its base model is looked for"
+    assert "names '/no/base' as its base" in result.stderr, "the base model is looked for"
 
 
 def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
