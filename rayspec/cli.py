@@ -227,7 +227,6 @@ def tune(
 
     saved = run_tune(tune_options(asked, output), say)
     output_console().print(plans_table(saved), highlight=False)
-    say(f"saved in {output}")
 
 
 @app.command(cls=LongCommand)

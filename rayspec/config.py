@@ -17,7 +17,7 @@ from typing_extensions import Self, Unpack
 
 from rayspec.choices import FULL, QUANTISED_WEIGHTS, SKIP, Choice, Weights, combinations, keys_of, weights_of
 from rayspec.errors import ConfigError, plainly
-from rayspec.machine import has_nvidia_gpu
+from rayspec.machine import has_gpu
 from rayspec.structured import StructuredOutputsParams
 from rayspec.vllm_names import ENGINE, SAMPLING, from_vllm, naming_given
 
@@ -725,7 +725,7 @@ class EngineConfig(Options):
 
     @property
     def _is_on_gpu(self) -> bool:
-        return has_nvidia_gpu() if self.device == "auto" else self.device.startswith("cuda")
+        return has_gpu() if self.device == "auto" else self.device.startswith("cuda")
 
     @property
     def num_tap_tokens(self) -> int:

@@ -132,6 +132,11 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
+def counted(number: int, name: str) -> str:
+    """Return the number of what has this name, as "1 core" or "2 cores"."""
+    return f"{number} {name}{'s' * (number != 1)}"
+
+
 def plainly(message: str) -> str:
     """Return pydantic's reason in the words of our own errors."""
     return (

@@ -194,10 +194,12 @@ def _lines(path: Path) -> list[str]:
     return []
 
 
-def has_nvidia_gpu() -> bool:
-    """Return whether the driver shows this process an NVIDIA GPU. Loads no library."""
-    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not is_hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+def has_gpu(root: Path = _ROOT) -> bool:
+    """Return whether the driver shows this process a GPU of NVIDIA, or one of AMD that torch is built for. Loads no
+    library."""
+    is_hidden = any(os.environ.get(f"{name}_VISIBLE_DEVICES") in ("", "-1") for name in ("CUDA", "HIP", "ROCR"))
+    is_amd = (root / "dev/kfd").exists() and "rocm" in (installed_version("torch") or "")
+    return not is_hidden and (is_amd or any((root / "dev").glob("nvidia[0-9]*")))
 
 
 def installed_version(name: str) -> str | None:

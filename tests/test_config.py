@@ -116,7 +116,7 @@ def test_capacity_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         made = unset.sized(gpu_bytes)
         assert (made.max_num_seqs, made.max_num_batched_tokens) == expected
         assert made.sized(0) == made
-    monkeypatch.setattr(config_module, "has_nvidia_gpu", lambda: True)
+    monkeypatch.setattr(config_module, "has_gpu", lambda: True)
     assert capacity(unset) == (64, 4096)
 
 

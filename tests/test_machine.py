@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from rayspec import machine
 from rayspec.errors import ConfigError
 from rayspec.machine import (
     bytes_available,
     bytes_in_total,
     cpu_class,
     cpu_name,
+    has_gpu,
     num_cores,
     take_long_turns,
     user_folder,
@@ -148,6 +150,29 @@ def test_a_thread_with_long_turns_keeps_its_priority() -> None:
     thread.start()
     thread.join()
     assert found == [100_000_000, 5]
+
+
+@pytest.mark.parametrize(
+    ("device", "torch", "variable", "has"),
+    [
+        ("nvidia0", "2.13.0", "OTHER", True),
+        ("nvidia0", "2.13.0", "CUDA_VISIBLE_DEVICES", False),
+        ("kfd", "2.13.0+rocm7.0", "OTHER", True),
+        ("kfd", "2.13.0+rocm7.0", "HIP_VISIBLE_DEVICES", False),
+        ("kfd", "2.13.0+cpu", "OTHER", False),
+        ("null", None, "OTHER", False),
+    ],
+)
+def test_gpus_of_both_makers_are_seen_unless_they_are_hidden(
+    device: str, torch: str | None, variable: str, has: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / device).touch()
+    monkeypatch.setattr(machine, "installed_version", lambda _: torch)
+    for name in ("CUDA", "HIP", "ROCR"):
+        monkeypatch.delenv(f"{name}_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(variable, "-1")
+    assert has_gpu(tmp_path) == has
 
 
 def test_a_user_without_a_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,9 @@ def test_a_ray_that_cannot_start_is_an_error_and_leaves_no_processes(tmp_path: P
     wait_until_gone(folder, 60)
 
 
-@pytest.mark.parametrize(("name", "seqs", "tokens"), [("H100", 256, 8192), ("L4", 64, 4096)])
+@pytest.mark.parametrize(
+    ("name", "seqs", "tokens"), [("AMD-Instinct-MI300X-OAM", 256, 8192), ("H100", 256, 8192), ("L4", 64, 4096)]
+)
 def test_sizes_are_those_of_the_clusters_gpus_where_this_process_has_none(
     name: str, seqs: int, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

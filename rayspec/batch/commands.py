@@ -68,7 +68,7 @@ class DocumentOptions(JobOptions, LongDocumentOptions):
         None, description="column of the row's id; none: file and row number; unset: 'id', else the same"
     )
     limit: int | None = Field(None, ge=1, description="process only the first N rows")
-    sample: float | None = Field(None, ge=0, le=1, description="share of the rows to process, always the same ones")
+    sample: float | None = Field(None, gt=0, le=1, description="share of the rows to process, always the same ones")
     json_schema: str | None = Field(None, description="file with a JSON schema that every output must have")
     prompt_template: str | None = Field(
         None, description="file with a Jinja template that makes the prompt of a row's columns, by their names"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from pydantic import Field
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -26,10 +27,11 @@ from rayspec.batch.long_documents import LongDocumentOptions
 from rayspec.batch.report import dollars_per_million, page_of, token_sources
 from rayspec.batch.rows import Row
 from rayspec.command.locations import Location
+from rayspec.command.options import Asked, with_options
 from rayspec.command.terminal import EXIT_FAILED, EXIT_OK, output_console, say
-from rayspec.config import EngineConfig, Settings, SpeculationOptions, Strategy
+from rayspec.config import EngineConfig, Options, Settings, SpeculationOptions, Strategy
 from rayspec.demo import BUNDLED, SampleDocument
-from rayspec.errors import remedy_for
+from rayspec.errors import counted, remedy_for
 from rayspec.machine import cpu_name, num_cores
 from rayspec.types import CheckpointError, ConfigError, EngineStats
 
@@ -44,9 +46,15 @@ _PRICE = 0.1
 app = typer.Typer()
 
 
+class _DemoOptions(Options):
+    price: float = Field(_PRICE, ge=0, description="dollars per hour of this machine, for the cost in the report")
+
+
 @app.command("demo")
+@with_options(_DemoOptions)
 def run_demo(
     *,
+    asked: Asked,
     output: Annotated[Path, typer.Option("--output", "-o", help="folder for documents, rows and report")] = Path(
         "demo-out"
     ),
@@ -57,14 +65,12 @@ def run_demo(
     with_ray: Annotated[
         bool, typer.Option("--ray/--no-ray", help="run the jobs on Ray, where an engine has a process of its own")
     ] = False,
-    price: Annotated[
-        float, typer.Option(min=0, help="dollars per hour of this machine, for the cost in the report")
-    ] = _PRICE,
 ) -> None:
     """Try it: a job on twelve documents, with plain decoding and with `auto`, and a report that compares them.
 
     It takes one to two minutes on two cores. Exit code 1 if a text differs from plain decoding, or a document failed.
     """
+    price = asked.own_options(_DemoOptions).price
     say("[1/4] the model")
     name = model or _available_model()
     say(f"[2/4] the documents: in {output / 'documents'}")
@@ -249,7 +255,7 @@ class SideBySide:
             title="rayspec demo",
             headline=self.headline[:1].upper() + self.headline[1:],
             setting=f"{len(self.pairs)} documents, model {self.model}, float32, one document at a time, on "
-            f"{num_cores()} cores ({cpu_name()}). rayspec {rayspec.__version__}, "
+            f"{counted(num_cores(), 'core')} ({cpu_name()}). rayspec {rayspec.__version__}, "
             f"{dt.datetime.now(tz=dt.timezone.utc).date()}.",
             decoding=self.rates["decoding"],
             in_all=self.rates["prompts included"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,7 +59,11 @@ def run_tune(options: TuneOptions, say: Callable[[str], None]) -> SavedPlans:
             saved = tune_domains(engine, domains, options, model=tuned, say=say)
         else:
             saved = SavedPlans(model=tuned, plans=(tune_plan(engine, domains[""], options, say=say),))
-    saved.save(options.output)
+    place = options.output
+    if place.exists() and not options.overwrite:  # another run has written it meanwhile
+        place = place.with_stem(f"{place.stem}-{os.getpid()}")
+    saved.save(place)
+    say(f"saved in {place}")
     return saved
 
 

@@ -292,6 +292,11 @@ def copies_for_drafts(config: EngineConfig, parts: Decomposition) -> list[Weight
     return allowed_copies(by_weights, config.speculation.extra_weight_bytes)
 
 
+def wanted_copies(config: EngineConfig, *, on_cpu: bool) -> tuple[Weights, ...]:
+    """Return the quantised copies that drafts want, the smallest first: on a GPU none without the kernels."""
+    return config.speculation.draft_weights if on_cpu or config.cuda_kernels != "off" else ()
+
+
 def allowed_copies(by_weights: Mapping[Weights, int], most: int | None) -> list[Weights]:
     """Return the copies that together take at most `most` bytes in this process. by_weights: the bytes of each."""
     chosen: list[Weights] = []

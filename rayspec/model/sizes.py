@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -34,12 +35,15 @@ class LayerSizes:
     """Sizes of one decoder layer on one rank.
 
     sublayer_bytes: weights of attention and of MLP, each with its norms; a single number if the family's layout is
-        unknown. copy_bytes: quantised copies for drafts. kv_bytes_per_token: keys and values. state_bytes: recurrent
-        state of a sequence, with the copy that a verify keeps. window: the sliding window in tokens, None for full
-        attention.
+        unknown. expert_bytes: the experts of a mixture among them, in the last sublayer. expert_share: share of them
+        that a token goes through. copy_bytes: quantised copies for drafts. kv_bytes_per_token: keys and values.
+        state_bytes: recurrent state of a sequence, with the copy that a verify keeps. window: the sliding window in
+        tokens, None for full attention.
     """
 
     sublayer_bytes: tuple[int, ...]
+    expert_bytes: int = 0
+    expert_share: float = 1.0
     copy_bytes: int = 0
     kv_bytes_per_token: int
     state_bytes: int = 0
@@ -48,6 +52,10 @@ class LayerSizes:
     @property
     def weight_bytes(self) -> int:
         return sum(self.sublayer_bytes)
+
+    def expert_bytes_unread(self, rows: int) -> float:
+        """Return the expected bytes of the experts that none of these rows goes through, if each chooses at random."""
+        return self.expert_bytes * (1 - self.expert_share) ** rows
 
     def kv_bytes_read(self, context: int) -> int:
         """Return the KV cache bytes that one decode step reads for a sequence of `context` tokens."""
@@ -92,12 +100,19 @@ class ModelSizes:
 
 
 def quantisation_of(config: EngineConfig, model: PretrainedConfig, *, on_cpu: bool) -> Quantization | None:
-    """Return the type of quantised linear weights after the load, None for plain ones. Fewer than 4 bits count as int4,
-    unknown formats as int8. on_cpu: whether they are loaded to a CPU."""
+    """Return the type of quantised linear weights after the load, None for plain ones. on_cpu: whether they are loaded
+    to a CPU."""
     settings = quantiser_settings(config, model)
-    name, is_plain = format_of_weights(settings, on_cpu=on_cpu)
-    if not settings or is_plain:
+    _, is_plain = format_of_weights(settings, on_cpu=on_cpu)
+    return None if is_plain else stored_quantisation(settings)
+
+
+def stored_quantisation(settings: Mapping[str, Any]) -> Quantization | None:
+    """Return the type of linear weights in the files of a checkpoint with these settings of its quantizer, None for
+    plain ones. Fewer than 4 bits count as int4, unknown formats as int8."""
+    if not settings:
         return None
+    name, _ = format_of_weights(settings, on_cpu=False)
     said = f"{name} {settings.get('quant_type', '')} {settings.get('weights', '')}".lower()
     has_few_bits = settings.get("load_in_4bit") or settings.get("bits") in (2, 3, 4) or re.search(r"int[24]|fp4", said)
     return "fp8" if "fp8" in name else "int4" if has_few_bits else "int8"
@@ -177,8 +192,11 @@ def model_sizes(
     for number, (layer, (token_bytes, sequence_bytes)) in enumerate(zip(layers, kept, strict=True)):
         sublayers = parts.sublayers[2 * number : 2 * number + 2] if parts is not None else ()
         weights = [[weight for module in one.modules for weight in module.parameters()] for one in sublayers]
+        experts, expert_share = _experts(layer, text)
         sizes.append(
             LayerSizes(
+                expert_bytes=_bytes_of(experts, size, linear_bytes, tensor, excepted),
+                expert_share=expert_share,
                 sublayer_bytes=tuple(
                     _bytes_of(each, size, linear_bytes, tensor, excepted)
                     for each in weights or [list(layer.parameters())]
@@ -253,6 +271,15 @@ def _head_copy_bytes(head: nn.Module, draft_weights: Collection[Weights], *, on_
     return laid_out + num_bytes(weights, head.out_features, head.in_features, on_cpu=on_cpu)
 
 
+def _experts(layer: nn.Module, text: PretrainedConfig) -> tuple[list[nn.Parameter], float]:
+    """Return the weights of the layer's experts, and the share of them that a token goes through."""
+    modules = [module for name, module in layer.named_modules() if name.rpartition(".")[2] == "experts"]
+    weights = [weight for module in modules for weight in module.parameters()]
+    count = next((len(weight) for weight in weights if weight.ndim > 2), 0)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    return (weights, min(1.0, chosen / count)) if count and isinstance(chosen, int) else ([], 1.0)
+
+
 def _bytes_of(
     parameters: Iterable[nn.Parameter],
     itemsize: int,
@@ -276,8 +303,9 @@ def _meta_model(config: PretrainedConfig, dtype: torch.dtype | None = None) -> t
         raise UnsupportedModelError(f"{config.model_type}: by this config alone, not a causal LM in transformers")
     try:
         with torch.device("meta"):  # unlike accelerate's init_empty_weights it leaves tied matrices tied
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
-    except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
+            own = copy.deepcopy(config)  # transformers writes the dtype into it
+            model: Any = AutoModelForCausalLM.from_config(own, dtype=dtype)  # type: ignore[no-untyped-call]
+    except (ValueError, KeyError, TypeError, AttributeError, ImportError, ArithmeticError) as error:
         raise UnsupportedModelError(
             f"{config.model_type}: not a causal LM that can be built: {in_one_line(error)}"
         ) from error

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -22,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations.mistral import convert_tekken_tokenizer  # type: ignore[attr-defined]
+from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 from transformers.utils.import_utils import is_kernels_available
 
 from rayspec.config import EngineConfig
@@ -76,6 +78,8 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
     # A config may name a kernel of the hub, which transformers would fetch and run. The setter sets parts, too.
     config._attn_implementation = "eager"
     config = _text_part(config)
+    if config.dtype is None:
+        config.dtype = _dtype_of_files(source, revision)
     _require_causal_lm(source, config)
     text = config.get_text_config(decoder=True)
     if isinstance(text, dict):
@@ -83,8 +87,9 @@ def read_config(source: str, *, revision: str | None = None, trust_remote_code: 
             f"config.json of {source!r} is not valid: type {config.model_type!r} has no part as a config of its own: "
             "remove that part, or fetch the file again"
         )
+    varying = getattr(text, "per_layer_attributes", None) or ()
     for name, most in _COUNTS.items():
-        value = getattr(text, name, None)
+        value = None if name in varying else getattr(text, name, None)
         if isinstance(value, int) and not 1 <= value <= most:  # transformers would build for hours
             raise CheckpointError(
                 f"config.json of {source!r} is not valid: {name} is {value} and must lie between 1 and {most}: correct "
@@ -136,6 +141,7 @@ def route_of_weights(config: EngineConfig, found: PretrainedConfig, *, on_cpu: b
 
 # Fields of every config.json that has them, and the most that any model may have.
 _COUNTS = {"num_hidden_layers": 10_000, "hidden_size": 10**7, "vocab_size": 10**8}
+_COUNTS |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 10**6)
 
 
 # Types of several parts, of which the language model alone makes of a text what the whole model makes of it.
@@ -160,11 +166,33 @@ def _text_part(config: PretrainedConfig) -> PretrainedConfig:
     return text
 
 
+def _dtype_of_files(source: str, revision: str | None) -> torch.dtype | None:
+    """Return the data type that transformers takes where the config names none: that of the first file in safetensors.
+    None if that file is not here."""
+
+    def here(name: str) -> str | None:
+        if (place := Path(source)).exists():
+            file = (place if place.is_dir() else place.parent) / name
+            return str(file) if file.is_file() else None
+        cached = try_to_load_from_cache(source, name, revision=revision)
+        return cached if isinstance(cached, str) else None
+
+    with suppress(*LOADING_ERRORS):  # of damaged files, which the load names
+        file, index = here(_WEIGHTS), here(_INDEX)
+        if file is None and index is not None:
+            file = here(min(read_index(Path(index))["weight_map"].values()))
+        if file is not None:
+            found: torch.dtype = get_state_dict_dtype(load_state_dict(file, map_location="meta"))  # type: ignore[no-untyped-call]
+            return found
+    return None
+
+
 @lru_cache(maxsize=2)  # reading takes seconds, and a load asks several times; a file that was replaced is read again
 def _of_gguf(file: Path, modified_ns: int) -> PretrainedConfig:
     with located(str(file)) as (place, keywords):
         config: PretrainedConfig = AutoConfig.from_pretrained(place, **keywords)
     gguf.complete(config, file)
+    config.dtype = gguf.stored_dtype(file)
     return config
 
 
@@ -243,6 +271,13 @@ def _require_rows_apart(config: EngineConfig, found: PretrainedConfig) -> None:
             f"model {config.model!r}: with load_in_8bit, bitsandbytes rounds a row by the other rows of its pass, so "
             "texts would depend on what runs with them: set llm_int8_threshold to 0, or load 4 bits"
         )
+
+
+def dtype_of_plain_weights(config: PretrainedConfig) -> torch.dtype:
+    """Return the data type of a checkpoint's plain weights. If neither its config nor a file here says it, that is
+    bfloat16 for a quantised checkpoint, and else float32: the configs of such checkpoints are older than the field."""
+    known: Any = config.dtype
+    return known or (torch.bfloat16 if getattr(config, "quantization_config", None) else torch.float32)
 
 
 def num_layers(config: PretrainedConfig) -> int:

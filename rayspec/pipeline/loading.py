@@ -12,10 +12,10 @@ from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
 from rayspec.decode.engine import Engine
-from rayspec.decode.loading import allowed_copies, make_engine, model_info
+from rayspec.decode.loading import allowed_copies, make_engine, model_info, wanted_copies
 from rayspec.model.kv_cache import whole_pages
 from rayspec.model.sizes import ModelSizes, model_sizes, quantisation_of, quantised_bytes
-from rayspec.model.weights import load_config, num_layers
+from rayspec.model.weights import dtype_of_plain_weights, load_config, num_layers
 from rayspec.pipeline.placement import gpus_per_shard, sized
 from rayspec.pipeline.ray_stages import RayStages
 from rayspec.pipeline.replica import Replica
@@ -155,12 +155,11 @@ def _sizes(
         raise ConfigError(
             f"option 'stages' is {options.stages}, but the model has {num_layers(model)} layers: a stage needs one"
         )
-    # Before weights are loaded, an unknown dtype counts as float32.
-    dtype = getattr(torch, config.dtype, None) or getattr(model, "dtype", None) or torch.float32
+    dtype = getattr(torch, config.dtype, None) or dtype_of_plain_weights(model)
     # Copies that drafts will have, if every stage has an even share of them.
     by_weights = {
         weights: -(-sum(quantised_bytes(model, weights, tensor=options.tensor, on_cpu=on_cpu)) // options.stages)
-        for weights in config.speculation.draft_weights
+        for weights in wanted_copies(config, on_cpu=on_cpu)
     }
     return model_sizes(
         model,

@@ -24,7 +24,8 @@ from rayspec.types import ConfigError, RayspecError
 
 _GROUP_PREFIX = "rayspec:"
 # Ray's resource of a node names its GPUs. All of these have at least `LARGE_GPU_BYTES`, which not every A100 has.
-_TYPE, _LARGE_GPUS = "accelerator_type:", ("A100-80G", "B200", "B300", "GB200", "GB300", "GH200", "H100", "H20", "H200")
+_LARGE_NAMES = ("A100-80G", "AMD-Instinct-MI3", "B200", "B300", "GB200", "GB300", "GH200", "H100", "H20")
+_LARGE_GPUS = tuple(f"accelerator_type:{name}" for name in _LARGE_NAMES)  # beginnings
 # One thread runs `serve` until the process ends; the others answer calls meanwhile.
 _MAX_CONCURRENCY = 4
 
@@ -220,7 +221,7 @@ def sized(config: EngineConfig) -> EngineConfig:
         return config.sized(None)
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     having = [node["Resources"] for node in nodes if node["Alive"] and node["Resources"].get("GPU")]
-    are_large = bool(having) and all(any(_TYPE + name in node for name in _LARGE_GPUS) for node in having)
+    are_large = bool(having) and all(any(name.startswith(_LARGE_GPUS) for name in node) for node in having)
     return config.sized(LARGE_GPU_BYTES if are_large else 0)
 
 

@@ -308,10 +308,12 @@ class LatencyModel:
         """Return itself. Raises ValueError for curves that no measurement gives, as in a file that was edited."""
         for name, curve in self.curves.items():
             rows, base_s = curve.rows, curve.base_s
-            if not rows or len(rows) != len(base_s) or rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
-                raise ValueError(f"the curve {name!r} has {len(base_s)} times for the rows {rows}")
-        if not self.decode_step_s(context=0, batch=1):
-            raise ValueError("a pass takes no time")
+            is_rising = all(a < b for a, b in itertools.pairwise(rows)) and list(base_s) == sorted(base_s)
+            if not rows or len(rows) != len(base_s) or rows[0] < 1 or not is_rising:
+                raise ValueError(f"the curve {name!r} has the times {base_s} for the rows {rows}")
+        sublayers_s = float(self.sublayers_s(rows=1, context=0, batch=1).sum())
+        if not all((sublayers_s, self.head_s(1), self.head_s(1, drafting=True))):
+            raise ValueError("the sublayers or the head take no time")
         for sublayer in range(len(self.sublayers)):
             choices = [choice for choice in self.choices_of(sublayer) if choice != SKIP]
             if lacking := {combined(weights_of(choice), "all") for choice in choices}.difference(choices):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,16 @@ _ROUNDING = 1e-9  # relative error of a span's seconds, which are differences of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The device of one stage. bytes_free: for weights, keys and values together."""
+    """The device of one stage. bytes_free: for weights, keys and values together. cache_share: part of what the weights
+    leave that keys and values may take."""
 
     name: str
     bytes_free: int
+    cache_share: float = 1.0
+
+    def bytes_for(self, part: LayerCost | StageCost) -> int:
+        """Return the free bytes that a part needs there."""
+        return part.weight_bytes + math.ceil(part.kv_bytes / self.cache_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +74,7 @@ class StageCost:
     @property
     def bytes_left(self) -> int:
         """Free bytes that remain; below 0, the number of missing bytes."""
-        return self.device.bytes_free - self.weight_bytes - self.kv_bytes
+        return self.device.bytes_free - self.device.bytes_for(self)
 
 
 def partition(costs: ModelCosts, devices: Sequence[Device], pinned: Sequence[int] | None = None) -> tuple[range, ...]:
@@ -160,7 +167,7 @@ def _in_words(starts: Sequence[int]) -> str:
 
 def _bytes_over(costs: ModelCosts, devices: Sequence[Device]) -> Floats:
     """Return [stage, start, end]: bytes of layers start .. end - 1 beyond those that the stage's device has free."""
-    layers = np.tile([layer.total_bytes for layer in costs.layers], (len(devices), 1))
+    layers = np.asarray([[device.bytes_for(layer) for layer in costs.layers] for device in devices])
     free = np.asarray([device.bytes_free for device in devices], np.float64)[:, None, None]
     sums = _span_sums(costs, layers, costs.embedding.total_bytes, costs.head.total_bytes)
     if costs.embedding_everywhere:

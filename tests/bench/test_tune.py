@@ -8,11 +8,13 @@ import pytest
 
 import rayspec
 from rayspec import demo
+from rayspec.bench import tune
 from rayspec.bench.options import TuneOptions
-from rayspec.bench.tune import calibration_prompts
+from rayspec.bench.tune import calibration_prompts, run_tune
 from rayspec.choices import SKIP
 from rayspec.config import EngineConfig
-from rayspec.strategies.saved_plans import ModelIdentity, SavedPlans
+from rayspec.strategies.saved_plans import ModelIdentity, SavedPlan, SavedPlans
+from rayspec.strategies.tuning import tune_plan
 from rayspec.types import ConfigError
 from tests.demo_model import demo_tokenizer
 from tests.families import build
@@ -81,6 +83,22 @@ def test_one_input_without_a_domain_gives_a_plan_for_any_text(run: Any, tmp_path
     assert again.exit_code == 2
     assert "which exists" in again.stderr
     assert (tmp_path / "plans.json").read_bytes() == before
+
+
+def test_what_another_run_saves_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, said = tmp_path / "plans.json", list[str]()
+
+    def tuned(*given: Any, **named: Any) -> SavedPlan:
+        place.write_text("of another run")
+        return tune_plan(*given, **named)
+
+    monkeypatch.setattr(tune, "tune_plan", tuned)
+    few = {"num_prompts": 1, "num_tries": 1, "max_tokens": 4}
+    engine = EngineConfig(model="demo", dtype="float32", num_threads=1)
+    run_tune(options("demo:summary", engine=engine, output=place, **few), said.append)
+    [mine] = set(tmp_path.iterdir()) - {place}
+    assert (place.read_text(), said[-1]) == ("of another run", f"saved in {mine}")
+    assert load(mine).only().domain == ""
 
 
 @pytest.mark.parametrize(

@@ -41,14 +41,15 @@ def test_a_place_that_is_no_file_is_named_in_one_line(tmp_path: Path, capsys: py
         assert re.match(r"error: .(/proc/x|.*/).* cannot be used", capsys.readouterr().err)
 
 
-def test_ctrl_c_while_modules_are_imported_ends_with_its_code() -> None:
-    code = """
+@pytest.mark.parametrize("module", ["rayspec.cli", "rayspec.ops.commands"])
+def test_ctrl_c_while_modules_are_imported_ends_with_its_code(module: str) -> None:
+    code = f"""
 import sys
 class Interrupted:
     def find_spec(self, name, path, target=None):
-        if name == "rayspec.ops.commands":
+        if name == "{module}":
             raise KeyboardInterrupt
-from rayspec.cli import main
+from rayspec.__main__ import main
 sys.meta_path.insert(0, Interrupted())
 main()
 """

@@ -45,6 +45,7 @@ def test_an_adapter_is_to_be_merged(tmp_path: Path) -> None:
         ({"num_hidden_layers": -5}, r"config\.json.*num_hidden_layers.*-5"),
         ({"hidden_size": 10**9}, r"config\.json.*hidden_size.*1000000000"),
         ({"vocab_size": -1}, r"config\.json.*vocab_size.*-1"),
+        ({"num_key_value_heads": 0}, r"config\.json.*num_key_value_heads is 0 and must lie between 1"),
         ({"text_config": {"vocab_size": 8}}, "type 'llama' has no part as a config of its own"),
         ({"num_attention_heads": 0}, r"config of model .* could not be read: .* by zero: fetch its config.json"),
     ],

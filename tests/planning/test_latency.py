@@ -235,7 +235,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     ("name", "value"),
     [
         ("rows", []), ("rows", [1, 2]), ("rows", [0, 2, 64]), ("rows", [1, 64, 2]), ("base_s", [1.0]),
-        ("base_s", [-1.0, 1.0, 1.0]), ("kv_s", 1e300), ("masked_s", -1e-9),
+        ("base_s", [-1.0, 1.0, 1.0]), ("base_s", [1.0, 0.0, 1.0]), ("kv_s", 1e300), ("masked_s", -1e-9),
     ],
 )  # fmt: skip
 def test_a_saved_profile_with_numbers_that_no_measurement_gives_is_stale(name: str, value: Any, tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_a_saved_profile_with_numbers_that_no_measurement_gives_is_stale(name: s
     path = tmp_path / "p.json"
     path.write_text(json.dumps({"format": FORMAT, "key": KEY, "model": model}))
     LatencyModel.load(path, KEY)
-    instant = dict.fromkeys(("head", "mlp"), curve | {"base_s": [0.0] * 3})
-    for curves in ({"mlp": curve | {name: value}}, {"mlp": curve, "mlp int4+pages": curve}, instant):
-        model["curves"] = {"head": curve} | curves
+    instant = curve | {"base_s": [0.0] * 3}
+    for curves in ({"mlp": curve | {name: value}}, {"mlp int4+pages": curve}, {"mlp": instant}, {"head": instant}):
+        model["curves"] = {"head": curve, "mlp": curve} | curves
         path.write_text(json.dumps({"format": FORMAT, "key": KEY, "model": model}))
         with pytest.raises(StaleProfileError, match="profile again"):
             LatencyModel.load(path, KEY)

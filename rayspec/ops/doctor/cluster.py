@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayspec.config import EngineConfig
+from rayspec.errors import counted
 from rayspec.machine import installed_version
 from rayspec.ops.doctor.machine import Finding, check_machine, check_model, ok, problem, skipped, warning
 from rayspec.pipeline.placement import first_line
@@ -194,7 +195,7 @@ def _findings(model: str | None) -> list[Finding]:
         nodes.append(Node(node_id=str(each["NodeID"]), name=name, num_gpus=int(each["Resources"].get("GPU", 0))))
     describe = ray.remote(describe_node)
     answers = _answers([describe.options(**node.only, max_retries=0).remote(model) for node in nodes])
-    findings = [ok("cluster", f"{len(nodes)} nodes, {sum(node.num_gpus for node in nodes)} GPUs")]
+    findings = [ok("cluster", f"{counted(len(nodes), 'node')}, {counted(sum(node.num_gpus for node in nodes), 'GPU')}")]
     facts: dict[str, NodeFacts] = {}
     for node, answer in zip(nodes, answers, strict=True):
         if isinstance(answer, Exception):

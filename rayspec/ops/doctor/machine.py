@@ -24,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rayspec import demo
+from rayspec.errors import counted
 from rayspec.machine import bytes_available, bytes_in_total, cpu_class, cpu_name, installed_version, num_cores
 from rayspec.ops.plan.gpus import ask_torch
 from rayspec.types import CheckpointError, RayspecError
@@ -95,7 +96,7 @@ def check_packages(requirements: Iterable[str] | None = None) -> Finding:
 
 def check_cpu() -> Finding:
     """Name the processor, the cores that this process may use, and its instructions for matrix products."""
-    return ok("CPU", f"{cpu_name()}, {num_cores()} cores, {cpu_class()}")
+    return ok("CPU", f"{cpu_name()}, {counted(num_cores(), 'core')}, {cpu_class()}")
 
 
 def check_memory(bytes_free: int | None = None) -> Finding:

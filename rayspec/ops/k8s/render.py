@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 import rayspec
 from rayspec import demo
 from rayspec.config import EngineConfig
-from rayspec.model.sizes import ModelSizes
+from rayspec.model.sizes import ModelSizes, stored_quantisation
 from rayspec.model.weights import quantiser_settings, read_config
 from rayspec.ops.doctor.machine import object_store_bytes
 from rayspec.ops.k8s.options import RenderOptions, read_render_options
@@ -108,14 +108,17 @@ def plan_cluster(options: RenderOptions) -> ClusterPlan:
         )
     num_copies = options.replicas or placement.num_copies
     max_copies = options.max_replicas or num_copies
-    # The whole model: a sum over ranks would count the embedding and the head several times.
-    sizes = rank_sizes(config, placement.options, 1)
+    # The whole model: a sum over ranks would count the embedding and the head several times. After the load, and in the
+    # files.
+    sizes, settings = rank_sizes(config, placement.options, 1), quantiser_settings(EngineConfig(model="m"), config)
+    own = {"dtype": "auto", "quantization": stored_quantisation(settings) or placement.options.quantization}
+    stored = rank_sizes(config, LoadOptions(**placement.options.load | own), 1)
     return ClusterPlan(
         placement=placement,
         pods=_gpu_pods(config, sizes, placement, options, max_copies)
         if options.gpus is not None
         else (_cpu_pod(placement, options),),
-        checkpoint_bytes=_bytes_read(sizes, range(len(sizes.layers))),
+        checkpoint_bytes=_bytes_read(stored, range(len(stored.layers))),
         num_copies=num_copies,
         max_copies=max_copies,
     )
@@ -162,7 +165,7 @@ def _gpu_pods(
     # Weights are read into memory, and then moved. Ranks map the same files and so share one copy. Each rank has its
     # own copy of weights that differ from the files: of another dtype, of a quantised checkpoint, and experts, which
     # transformers merges.
-    is_quantised = bool(quantiser_settings(EngineConfig(model=options.model), config))
+    is_quantised = bool(quantiser_settings(EngineConfig(model="m"), config))
     as_in_files = placed_dtype("auto", config) == getattr(torch, placement.dtype) and not is_quantised
     text_config = config.get_text_config(decoder=True)
     has_experts = any(getattr(text_config, name, None) for name in ("num_experts", "num_local_experts"))

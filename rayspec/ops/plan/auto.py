@@ -14,8 +14,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from transformers import PretrainedConfig
 
 from rayspec.config import EngineConfig, ParallelOptions
-from rayspec.decode.loading import resolve_max_model_len
+from rayspec.decode.loading import allowed_copies, resolve_max_model_len, wanted_copies
 from rayspec.machine import ray_address
+from rayspec.model.sizes import quantised_bytes
 from rayspec.model.weights import in_one_line, load_config
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.gpus import Gpu, ask_torch, gpu_called, gpus_spec
@@ -43,19 +44,27 @@ def with_layout(config: EngineConfig) -> EngineConfig:
 def laid_out(config: EngineConfig, model: PretrainedConfig, nodes: Sequence[Sequence[Gpu]]) -> EngineConfig:
     """Return the config with the best layout. nodes: the GPUs of each node with GPUs. Without `max_num_seqs`, that is
     the default concurrency of `rayspec plan`, halved until the model fits. Raises ConfigError where it does not."""
+    if config.offload is not None:
+        raise ConfigError(
+            "option 'parallel' is 'auto', which plans for weights that are all on the GPUs: with 'offload', name a "
+            "layout, such as {'stages': 2}, or leave out 'parallel'"
+        )
     if config.quantization_config is not None:
         model = copy.copy(model)
         model.quantization_config = dict(config.quantization_config)
+    # Of copies for drafts, each process has at least an even share.
+    num_gpus, wanted = sum(map(len, nodes)), wanted_copies(config, on_cpu=False)
+    shares = {weights: sum(quantised_bytes(model, weights)) // num_gpus for weights in wanted}
     usual = PlanOptions.model_fields
     context = usual_context(model) if config.max_model_len is None else resolve_max_model_len(config, model)
     usual_seqs: int = usual["concurrency"].default
     fewer = [usual_seqs >> power for power in range(usual_seqs.bit_length())]
     options = PlanOptions(  # of the equivalent `rayspec plan`
         gpus=gpus_spec([gpu for node in nodes for gpu in node]),
-        gpus_per_node=1 if config.lora_modules or config.offload else min(map(len, nodes)),  # ranks take neither
+        gpus_per_node=1 if config.lora_modules else min(map(len, nodes)),  # ranks take no adapters
         context=context,
         output_tokens=min(usual["output_tokens"].default, context - 1),
-        draft_weights=config.speculation.draft_weights,
+        draft_weights=tuple(allowed_copies(shares, config.speculation.extra_weight_bytes)),
         dtype=config.dtype,
         max_num_batched_tokens=config.max_num_batched_tokens or usual["max_num_batched_tokens"].default,
     )

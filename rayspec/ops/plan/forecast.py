@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from rayspec.choices import choices_of
 from rayspec.config import SpeculationOptions
-from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT
+from rayspec.model.sizes import BYTES_PER_LINEAR_WEIGHT, LayerSizes
 from rayspec.ops.plan.gpus import REACHED, Gpu, parse_gpus
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Layout, Placement, for_model, layouts, place
@@ -261,7 +261,8 @@ def predicted(
         has_keys = index == 0 and layer.kv_bytes_per_token > 0
         seen = layer.kv_bytes_read(context) / (layer.kv_bytes_per_token * context) if has_keys else 0
         name = f"{num_bytes} bytes, {seen:g} of context, {gpu.label}"
-        base = exchanging(_weights(num_bytes, bytes_per_weight, gpu), gpu)
+        mixture = layer if index == len(layer.sublayer_bytes) - 1 else None
+        base = exchanging(_weights(num_bytes, bytes_per_weight, gpu, mixture), gpu)
         decode[name] = replace(base, kv_s=seen * layer.kv_bytes_per_token / (gpu.bandwidth_gb_s * _GB * EFFICIENCY))
         prefill[name] = replace(base, score_s=seen * score_flops / num_ranks / (gpu.flops * REACHED))
         names.append(name)
@@ -285,9 +286,14 @@ def load_profile(path: Path) -> tuple[LatencyModel, dict[str, Any]]:
         ) from error
 
 
-def _weights(num_bytes: int, bytes_per_weight: float, gpu: Gpu) -> Curve:
-    """Return a roofline: reading at `EFFICIENCY` of the bandwidth, flat until multiplying at `REACHED` of the peak
-    takes longer, then proportional to the rows. A mixture is assumed to run all its experts."""
+def _weights(num_bytes: int, bytes_per_weight: float, gpu: Gpu, mixture: LayerSizes | None = None) -> Curve:
+    """Return a roofline: reading at `EFFICIENCY` of the bandwidth, until multiplying at `REACHED` of the peak takes
+    longer, which is proportional to the rows. mixture: the layer of an MLP, which may have experts."""
     bytes_per_s = gpu.bandwidth_gb_s * _GB * EFFICIENCY
-    knee, seconds = round(bytes_per_weight * gpu.flops * REACHED / (2 * bytes_per_s)), num_bytes / bytes_per_s
-    return Curve(rows=(1, knee, 2 * knee), base_s=(seconds, seconds, 2 * seconds))
+    knee, rows = bytes_per_weight * gpu.flops * REACHED / (2 * bytes_per_s), [1]
+    if mixture is not None and mixture.expert_bytes:
+        knee *= num_bytes / (num_bytes - mixture.expert_bytes_unread(1))
+        rows = [2**power for power in range(round(knee).bit_length() - 1)] or rows
+    unread = [0.0 if mixture is None else mixture.expert_bytes_unread(number) for number in rows]
+    seconds = [(num_bytes - each) / bytes_per_s for each in (*unread, 0.0, -num_bytes)]
+    return Curve(rows=(*rows, round(knee), 2 * round(knee)), base_s=tuple(seconds))

@@ -56,8 +56,8 @@ class Gpu:
         return (self.tflops or self.bandwidth_gb_s * _OPERATIONS_PER_BYTE / 1000) * 1e12
 
 
-# As in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4, GH200 (HBM3; HBM3e),
-# AMD Instinct MI300X.
+# As in the vendors' data sheets: NVIDIA A100 (SXM), H100 (SXM; PCIe), H200, HGX B200, L40S, L4, GeForce RTX 4090 and
+# 3090, RTX A6000, A40, A30, A10, A10G, T4, GH200 (HBM3; HBM3e), AMD Instinct MI300X.
 KNOWN_GPUS = (
     Gpu("A100", 40, 1555, 312, 300, has_fp8=False),
     Gpu("A100", 80, 2039, 312, 300, has_fp8=False),
@@ -67,6 +67,14 @@ KNOWN_GPUS = (
     Gpu("B200", 180, 8000, 2250, 900),
     Gpu("L40S", 48, 864, 362),
     Gpu("L4", 24, 300, 121),
+    Gpu("RTX-4090", 24, 1008, 165),
+    Gpu("RTX-3090", 24, 936, 71, has_fp8=False),
+    Gpu("RTX-A6000", 48, 768, 155, has_fp8=False),
+    Gpu("A40", 48, 696, 150, has_fp8=False),
+    Gpu("A30", 24, 933, 165, has_fp8=False),
+    Gpu("A10", 24, 600, 125, has_fp8=False),
+    Gpu("A10G", 24, 600, 70, has_fp8=False),
+    Gpu("T4", 16, 320, 65, 16, has_fp8=False),
     Gpu("GH200", 96, 4000, 989, 450),
     Gpu("GH200", 144, 4900, 989, 450),
     Gpu("MI300X", 192, 5300, 1307, 448),

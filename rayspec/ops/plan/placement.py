@@ -15,8 +15,9 @@ from rich.console import Group
 from rich.table import Table
 from transformers import PretrainedConfig
 
-from rayspec.config import DType, EngineConfig, ParallelOptions
+from rayspec.config import KV_CACHE_SHARE, DType, EngineConfig, ParallelOptions
 from rayspec.decode.loading import cache_size
+from rayspec.errors import counted
 from rayspec.model.architecture import max_positions, why_context_ends
 from rayspec.model.sizes import (
     BYTES_PER_LINEAR_WEIGHT,
@@ -26,7 +27,7 @@ from rayspec.model.sizes import (
     quantisation_of,
     rank_counts,
 )
-from rayspec.model.weights import format_of_weights, quantiser_settings
+from rayspec.model.weights import dtype_of_plain_weights, format_of_weights, quantiser_settings
 from rayspec.ops.plan.gpus import (
     RESERVED_BYTES,
     RESERVED_SHARE,
@@ -98,7 +99,7 @@ class Layout:
     @property
     def title(self) -> str:
         parts = ((self.stages, "stage"), (self.tensor, "tensor-parallel rank"), (self.replicas, "replica"))
-        return " x ".join(f"{count} {name}{'' if count == 1 else 's'}" for count, name in parts)
+        return " x ".join(counted(count, name) for count, name in parts)
 
     @property
     def num_gpus(self) -> int:
@@ -198,7 +199,7 @@ def place(config: PretrainedConfig, options: PlacementOptions, sizes: ModelSizes
     costs, devices = _costs(sizes, groups[:num_stages], options)
     spread = devices
     if bytes_missing(costs, devices):
-        spread = [replace(device, bytes_free=costs.total_bytes) for device in devices]
+        spread = [replace(device, bytes_free=costs.total_bytes, cache_share=1.0) for device in devices]
     stages = stage_costs(costs, devices, partition(costs, spread, options.layers))
     ranks, short = options.num_ranks, [0]
     # While it loads, a tensor-parallel rank holds a whole layer in addition to its share, but no copies or caches yet.
@@ -322,7 +323,8 @@ def placements_table(placements: Sequence[Placement]) -> Group:
             f"{options.concurrency} sequences of {options.num_tokens} tokens{copies}",
             table,
             f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
-            f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context",
+            f"{RESERVED_BYTES / _GIB:.0f} GiB are kept for activations and the CUDA context; the KV cache may take "
+            f"{KV_CACHE_SHARE['cuda']:.0%} of what the weights leave",
             f"a decode step of all sequences takes {two_digits(1000 * placement.step_s)} ms by roofline, "
             "bytes read over memory bandwidth: a bound, not a measurement",
             verdict,
@@ -353,7 +355,8 @@ def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float
         members = gpus[first : first + tensor]
         numbers = str(first) if tensor == 1 else f"{first}-{first + tensor - 1}"
         labels = "+".join(dict.fromkeys(gpu.label for gpu in members))
-        device = Device(name=f"{numbers}: {labels}", bytes_free=max(0, min(gpu.usable_bytes for gpu in members)))
+        free = max(0, min(gpu.usable_bytes for gpu in members))
+        device = Device(name=f"{numbers}: {labels}", bytes_free=free, cache_share=KV_CACHE_SHARE["cuda"])
         groups.append((device, min(gpu.bandwidth_gb_s for gpu in members) * _GB))
     if not groups:
         raise ConfigError(f"option 'tensor' is {tensor}, of {len(gpus)} GPUs: lower it, or name more GPUs")
@@ -361,9 +364,7 @@ def _tensor_groups(gpus: Sequence[Gpu], tensor: int) -> list[tuple[Device, float
 
 
 def placed_dtype(asked: DType, config: PretrainedConfig) -> torch.dtype:
-    """Return the dtype of the weights. "auto" is that of the config, else bfloat16."""
-    own = getattr(config, "dtype", None) or torch.bfloat16
-    dtype: torch.dtype = own if asked == "auto" else getattr(torch, asked)
+    dtype: torch.dtype = dtype_of_plain_weights(config) if asked == "auto" else getattr(torch, asked)
     return dtype
 
 
@@ -378,7 +379,7 @@ def _num_stages(
                 f"option 'stages' is {asked}, times {options.num_ranks} GPUs: there are {num_gpus}; lower it, or name "
                 "more GPUs"
             )
-        return asked, f"{asked} stage{'s' * (asked != 1)} as asked"
+        return asked, f"{counted(asked, 'stage')} as asked"
     most = 1 if sizes.why_whole else min(len(groups), len(sizes.starts))
     for count in range(1, most + 1):
         if not bytes_missing(*_costs(sizes, groups[:count], options)):
@@ -389,8 +390,8 @@ def _num_stages(
 def _costs(
     sizes: ModelSizes, groups: Sequence[tuple[Device, float]], options: PlacementOptions
 ) -> tuple[ModelCosts, list[Device]]:
-    """Return the costs of the model, and the devices. One step reads each weight once, including all experts of a
-    mixture, and what the caches of all sequences hold. It reads almost nothing of the embedding."""
+    """Return the costs of the model, and the devices. One step reads each weight once, but of experts only those that a
+    sequence goes through, and what the caches of all sequences hold. It reads almost nothing of the embedding."""
     bandwidths = [bandwidth for _, bandwidth in groups]
     engine = EngineConfig(
         model="planned",
@@ -398,9 +399,10 @@ def _costs(
         max_num_seqs=options.concurrency,
         parallel=ParallelOptions(stages=len(groups)),
     )
-    size = cache_size(engine, options.num_tokens * options.concurrency, sizes.window)
+    window = sizes.window if sizes.splits else None  # a model that does not split keeps all tokens
+    size = cache_size(engine, options.num_tokens * options.concurrency, window)
 
-    def cost(weight_bytes: int, *, kv_bytes: int = 0, bytes_read: int) -> LayerCost:
+    def cost(weight_bytes: int, *, kv_bytes: int = 0, bytes_read: float) -> LayerCost:
         seconds = tuple(bytes_read / bandwidth for bandwidth in bandwidths)
         return LayerCost(weight_bytes=weight_bytes, kv_bytes=kv_bytes, seconds=seconds)
 
@@ -409,6 +411,7 @@ def _costs(
             layer.weight_bytes + layer.copy_bytes,
             kv_bytes=layer.kv_bytes_per_token * size.slots_of(layer.window) + layer.state_bytes * options.concurrency,
             bytes_read=layer.weight_bytes
+            - layer.expert_bytes_unread(options.concurrency)
             + (layer.kv_bytes_read(options.num_tokens) + layer.state_bytes // 2) * options.concurrency,
         )
         for layer in sizes.layers

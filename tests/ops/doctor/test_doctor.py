@@ -57,6 +57,12 @@ def test_this_machine_can_run_its_own_tests() -> None:
     assert all(finding.remedy for finding in found if finding.status == "warning")
 
 
+def test_one_core_is_not_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, words in ((1, ", 1 core, "), (2, ", 2 cores, ")):
+        monkeypatch.setattr(machine, "num_cores", lambda number=number: number)
+        assert words in machine.check_cpu().found
+
+
 @pytest.mark.parametrize(
     ("finding", "status", "says"),
     [

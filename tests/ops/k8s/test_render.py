@@ -5,14 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import LlamaConfig
 
 from rayspec.config import EngineConfig
+from rayspec.model.sizes import model_sizes
 from rayspec.ops.doctor.machine import check_shared_memory
 from rayspec.ops.k8s.options import RenderOptions
 from rayspec.ops.k8s.render import GIB, ClusterPlan, manifests, plan_cluster, render
 from rayspec.types import ConfigError
 from tests.ops.k8s.schemas import cluster_spec, has_ray_schemas, open_rules, problems, violations
+from tests.ops.plan.models import LLAMA_8B
 
 MODELS = Path(__file__).parents[3] / "k8s" / "models"
 LLAMA_70B = {"model": "meta-llama/Llama-3.1-70B-Instruct", "sizes_from": str(MODELS / "llama-3.1-70b.json")}
@@ -178,6 +182,22 @@ def test_the_claim_has_room_for_the_model() -> None:
     }
     assert made["PersistentVolumeClaim"]["metadata"]["name"] == "rayspec-models"
     assert {one["metadata"]["namespace"] for one in made.values()} == {"elsewhere"}
+
+
+def test_the_claim_is_for_the_files_whatever_becomes_of_the_weights(tmp_path: Path) -> None:
+    config = LlamaConfig(**LLAMA_8B.to_dict() | {"dtype": "float32"})
+    number = model_sizes(config, dtype=torch.float32).num_parameters
+    packed = LlamaConfig(**LLAMA_8B.to_dict(), quantization_config={"quant_method": "gptq", "bits": 4})
+    for own, bytes_each in ((config, 4), (packed, 0.75)):
+        own.save_pretrained(tmp_path)
+        plan = planned(model="a/b", sizes_from=str(tmp_path), gpus="1xH200", concurrency=1, dtype="bfloat16")
+        assert plan.checkpoint_bytes == pytest.approx(bytes_each * number, rel=0.01)
+        assert plan.pods[0].memory_bytes > 2 * number
+
+
+def test_ranks_that_convert_the_files_need_memory_for_a_copy_each() -> None:
+    own, converted = (planned(**LLAMA_70B, **EIGHT_RANKS, dtype=dtype).pods[0] for dtype in ("bfloat16", "float16"))
+    assert converted.memory_bytes - own.memory_bytes > 900 * GIB
 
 
 @pytest.mark.parametrize(

@@ -76,16 +76,25 @@ def test_quantised_layers_are_not_cut_into_ranks() -> None:
     )
 
 
-@pytest.mark.parametrize("options", [{"lora_modules": {"a": "folder"}}, {"offload": {"to": "cpu"}}])
-def test_options_that_ranks_refuse_get_stages(options: dict[str, Any]) -> None:
-    chosen = laid_out(config(**options), LLAMA_70B, nodes("4xH100", 2))
+def test_adapters_which_ranks_refuse_get_stages() -> None:
+    chosen = laid_out(config(lora_modules={"a": "folder"}), LLAMA_70B, nodes("4xH100", 2))
     assert chosen.parallel is not None
     assert (chosen.parallel.tensor, chosen.parallel.stages > 1) == (1, True)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize("without", [{"cuda_kernels": "off"}, {"speculation": {"extra_weight_bytes": 0}}])
+def test_copies_that_the_engine_does_not_make_take_no_memory(without: dict[str, Any]) -> None:
+    asked = {"max_num_seqs": 10, "max_model_len": 34000}
+    with pytest.raises(ConfigError, match="GiB are missing"):
+        laid_out(config(**asked), LLAMA_8B, nodes("1xH100"))
+    assert laid_out(config(**asked, **without), LLAMA_8B, nodes("1xH100")).parallel is None
+
+
+def test_what_does_not_fit_is_refused_and_so_are_offloaded_weights() -> None:
     with pytest.raises(ConfigError, match=r"'parallel' is 'auto': [\d.]+ GiB are missing on 1xH100-80G, even with"):
         laid_out(config(), LLAMA_70B, nodes("1xH100"))
+    with pytest.raises(ConfigError, match="'auto', which plans for weights that are all on the GPUs: with 'offload'"):
+        laid_out(config(offload={}), LLAMA_70B, nodes("1xH100"))
 
 
 @pytest.mark.parametrize("is_here", [True, False])

@@ -48,7 +48,7 @@ def test_what_is_no_gpu_lists_the_known_ones(spec: str) -> None:
         ("8xH101-80G", "'8xH101-80G' is no GPU that is known, did you mean H100-80G?"),
         ("4xA100", "'4xA100' is A100-40G or A100-80G"),
         ("2x0xH100", "'2x0xH100' has a count of 0"),
-        ("8xRTX4090", "'8xRTX4090' is no GPU that is known; name"),
+        ("8xRTX4090", "'8xRTX4090' is no GPU that is known, did you mean RTX-4090-24G?"),
     ],
 )
 def test_a_near_name_is_suggested(spec: str, hint: str) -> None:
@@ -65,6 +65,9 @@ def test_a_near_name_is_suggested(spec: str, hint: str) -> None:
         ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40G"),
         ("NVIDIA A100-SXM4-80GB", 79.3, "A100-80G"),
         ("NVIDIA L4", 22.0, "L4-24G"),
+        ("NVIDIA A10G", 22.0, "A10G-24G"),
+        ("Tesla T4", 14.6, "T4-16G"),
+        ("NVIDIA GeForce RTX 4090", 23.5, "RTX-4090-24G"),
         ("NVIDIA GH200 480GB", 94.5, "GH200-96G"),
         ("AMD Instinct MI300X", 191.5, "MI300X-192G"),
         ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", 19.6, "A100-21G"),
@@ -84,5 +87,5 @@ def test_a_file_of_the_users_folder_is_not_taken_for_torch(tmp_path: Path, monke
 
 
 def test_a_product_that_is_not_known_is_refused_with_a_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"GPU 'NVIDIA GeForce RTX 3090' is not known.*--gpus"):
-        gpu_called("NVIDIA GeForce RTX 3090", 24 * 2**30)
+    with pytest.raises(ConfigError, match=r"GPU 'NVIDIA GeForce RTX 2080' is not known.*--gpus"):
+        gpu_called("NVIDIA GeForce RTX 2080", 8 * 2**30)

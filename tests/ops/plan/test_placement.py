@@ -7,6 +7,7 @@ import torch
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from rayspec.config import EngineConfig
+from rayspec.decode import loading
 from rayspec.decode.loading import cache_size
 from rayspec.model.matrices import num_bytes
 from rayspec.model.sizes import ModelSizes, model_sizes, quantised_bytes
@@ -15,6 +16,7 @@ from rayspec.ops.plan import placement
 from rayspec.ops.plan.forecast import rank_layouts
 from rayspec.ops.plan.options import PlacementOptions, PlanOptions
 from rayspec.ops.plan.placement import Placement, layouts, place
+from rayspec.planning.partition import StageCost
 from rayspec.types import ConfigError
 from tests import every_type
 from tests.exhaustive import few_of
@@ -45,6 +47,16 @@ def test_70b_in_bfloat16_fits_eight_h100() -> None:
     assert sum(stage.weight_bytes for stage in found.stages) == weights
     assert sum(stage.kv_bytes for stage in found.stages) == kv
     assert not placed(LLAMA_70B, "8xH100-80G", stages=4).fits
+
+
+def test_a_plan_has_as_much_room_for_keys_and_values_as_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stage(concurrency: int) -> StageCost:
+        return placed(LLAMA_8B, "1xH100", context=1024, concurrency=concurrency).stages[0]
+
+    one, cuda = stage(1), EngineConfig(model="m", device="cuda")
+    monkeypatch.setattr(loading, "free_bytes", lambda _: one.device.bytes_free - one.weight_bytes)
+    most = int(loading._cache_budget(cuda, torch.device("cuda"), 1, 0) / one.kv_bytes)
+    assert stage(most).bytes_left >= 0 > stage(most + 1).bytes_left
 
 
 def test_the_weakest_gpu_decides_for_a_stage() -> None:
@@ -107,7 +119,8 @@ def test_weights_have_the_type_that_the_checkpoint_has_after_the_load(run: Any, 
     assert "in fp8 with embedding and head in bfloat16" in shown.stdout
     refused = run("--model", "gptq", "--gpus", "1xH100", "--quantization", "int4")
     assert "option 'quantization' is 'int4', but the gptq weights of this checkpoint become plain" in refused.stderr
-    assert placed(config, "1xA100-80G@1900").stages[0].weight_bytes == plain.stages[0].weight_bytes
+    for gpu in ("1xA100-80G@1900", "T4"):
+        assert placed(config, gpu).stages[0].weight_bytes == plain.stages[0].weight_bytes
     shown = run("--model", "fp8", "--gpus", "2xH100", "--tensor", 2)
     assert "in fp8" not in shown.stdout, "ranks make the weights plain"
 
@@ -169,7 +182,7 @@ def test_the_command_prints_and_saves_what_goes_where(run: Any, tmp_path: Path) 
     assert "70.55 billion parameters in bfloat16" in result.stdout
     rows = [line for line in result.stdout.splitlines() if "H100-80G" in line]
     assert [cell.strip() for cell in rows[1].split("│")[1:-1]] == [
-        *("1: H100-80G", "16-31", "32-63", "25.5", "32.0", "11.3", "18", "yes")
+        *("1: H100-80G", "16-31", "32-63", "25.5", "32.0", "3.3", "18", "yes")
     ]
     assert result.stdout.rstrip().endswith("it fits")
     saved = json.loads((tmp_path / "out" / "p.json").read_text(encoding="utf-8"))
@@ -184,8 +197,8 @@ def test_the_command_fails_where_it_does_not_fit(run: Any, tmp_path: Path) -> No
     model = ("--model", tmp_path / "config.json", "--gpus", "8xH100-80G", "--draft-weights", "none")
     result = run(*model, "--json", "p.json")
     assert result.exit_code == 1
-    assert "it does not fit: 457.7 GiB are missing" in result.stdout
-    assert "58.2 GiB missing" in result.stdout
+    assert "it does not fit: 520.7 GiB are missing" in result.stdout
+    assert "66.2 GiB missing" in result.stdout
     assert json.loads((tmp_path / "p.json").read_text(encoding="utf-8"))["fits"] is False
     ranks = run(*model, "--tensor", "8")
     missing = placed(LLAMA_405B, "8xH100-80G", tensor=8).missing_bytes

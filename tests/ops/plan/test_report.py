@@ -95,6 +95,18 @@ def test_a_window_limits_what_attention_reads() -> None:
     assert (full_s - empty_s) * 3350e9 * EFFICIENCY == pytest.approx(layer.kv_bytes_per_token * 1024)
 
 
+def test_a_pass_reads_the_experts_that_its_rows_go_through() -> None:
+    shape = {"hidden_size": 1024, "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 4}
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2, vocab_size=512, dtype="bfloat16", **shape)
+    sizes = rank_sizes(config, PlanOptions(gpus="H100"), 1)
+    experts, others = 2 * 64 * 3 * 1024 * 512, 2 * (64 + 1) * 1024  # router and norm
+    assert sizes.layers[0].sublayer_bytes[1] == experts + others
+    model, _ = costs(config, sizes, "H100", context=1024)
+    for rows in (1, 64):
+        read = float(model.sublayers_s(rows=rows, context=0, batch=1)[1]) * 3350e9 * EFFICIENCY
+        assert read == pytest.approx(others + experts * (1 - (15 / 16) ** rows))
+
+
 SMALL = llama(64, 6, 4, 128)
 
 
