@@ -71,6 +71,7 @@ def test_an_answer_of_a_client_can_be_sent_back() -> None:
         ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "0.content", "type 'image_url' is not"),
         ({"role": "user", "content": [{"type": "text", "text": "x", "citations": [1]}]}, "0.content", "'citations'"),
         ({"role": "user", "content": "\ud800"}, "0.content", "half of a surrogate pair"),
+        ({"role": "user", "content": "caf\udce9"}, "0.content", "or a byte that is not UTF-8"),
         ({"role": "user", "content": "x", "name": 5}, "0.name", "must be text"),
         (CALLS | {"tool_calls": [{"function": {}}]}, "0.tool_calls.0", "give {'function'"),
         (

@@ -22,7 +22,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from rayspec.types import CheckpointError, ConfigError
 
-_BUNDLED = ("demo", "demo-plain")
+_BUNDLED = ("demo", "demo-plain", "smollm2")
 _SIMILAR = 0.75  # difflib's ratio: one letter more, less or different in "demo"
 _CACHED_FILES = ("config.json", "tokenizer_config.json")
 _REMEDY = "name a folder that exists, a hub id such as Qwen/Qwen3-8B, or demo"

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rayspec import demo
 from rayspec.command.options import Asked, Json, with_options
-from rayspec.command.terminal import EXIT_FAILED, error_console, output_console, save_json
+from rayspec.command.terminal import EXIT_FAILED, output_console, save_json, say
 from rayspec.machine import ray_address
 from rayspec.ops.doctor import machine
 from rayspec.ops.doctor.machine import Finding, findings_table, skipped
@@ -223,7 +223,7 @@ def overlays(
 
     stale = stale_overlays(folder)
     for path, text in stale.items():
-        error_console().print(f"{path} {'is not up to date' if check else 'written'}", highlight=False)
+        say(f"{path} {'is not up to date' if check else 'written'}")
         if not check:
             path.write_text(text, encoding="utf-8")
     raise typer.Exit(EXIT_FAILED if check and stale else 0)

@@ -16,6 +16,7 @@ from rayspec.types import CheckpointError, ConfigError
     ("name", "message"),
     [
         ("demoo", "option 'model' is 'demoo', and there is no such folder; did you mean 'demo'?"),
+        ("SmolLM", "there is no such folder; did you mean 'smollm2'?"),
         ("/no/where", "option 'model' is '/no/where', and there is no such folder: name a folder that exists"),
         ("a/b/c", "no such folder"),
         ("", "option 'model' is '', which is neither a folder nor a hub id"),

@@ -231,7 +231,7 @@ def render(options: RenderOptions) -> str:
     each = " on each GPU" if asked.num_ranks > 1 else ""
     lines = [
         "Made by `rayspec k8s`: change the options and render again, rather than numbers here.",
-        f"{options.model}: {placement.num_parameters / 1e9:.2f} billion parameters in {placement.dtype}.",
+        f"{options.model}: {placement.size} in {placement.dtype}.",
         f"{asked.concurrency} sequences of {asked.num_tokens} tokens at once, on each copy of it.",
         f"Layout: {placement.choice}.",
     ]

@@ -67,6 +67,12 @@ class Placement:
     num_copies: int = 1
 
     @property
+    def size(self) -> str:
+        """The parameters of the whole model, in words."""
+        number = self.num_parameters
+        return f"{number / 1e9:.2f} billion parameters" if number >= 1e8 else f"{number / 1e6:.2f} million parameters"
+
+    @property
     def fits(self) -> bool:
         return self.shortage == 0
 
@@ -316,10 +322,8 @@ def placements_table(placements: Sequence[Placement]) -> Group:
             )
         form = f"{options.quantization} with embedding and head in " if options.quantization else ""
         copies = f" on each of {placement.num_copies} copies" if placement.num_copies > 1 else ""
-        number = placement.num_parameters
-        size = f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number / 1e6:.2f} million"
         own = Group(
-            f"{size} parameters in {form}{placement.dtype}, KV cache of "
+            f"{placement.size} in {form}{placement.dtype}, KV cache of "
             f"{options.concurrency} sequences of {options.num_tokens} tokens{copies}",
             table,
             f"{placement.choice}; GiB are of each GPU, of whose memory {RESERVED_SHARE:.0%} and "
