@@ -162,8 +162,8 @@ def _unicode_problem(text: str) -> str | None:
         text.encode()
     except UnicodeEncodeError as error:
         return (
-            f"the text has {text[error.start]!r} at index {error.start}, half of a surrogate pair or a byte that is not "
-            "UTF-8: remove it or replace it, for example by text.encode('utf-8', 'replace').decode()"
+            f"the text has {text[error.start]!r} at index {error.start}, half of a surrogate pair or a byte that is "
+            "not UTF-8: remove it or replace it, for example by text.encode('utf-8', 'replace').decode()"
         )
     return None
 
