@@ -230,6 +230,14 @@ def test_recurrent_state_counts_for_each_sequence(family: str, run: Any, tmp_pat
     assert sum(stage.kv_bytes for stage in best.layout.groups[0].stages) > 0
 
 
+def test_a_model_that_does_not_split_keeps_the_tokens_behind_its_windows() -> None:
+    config = every_type.config_of("gpt_oss")
+    assert not (sizes := model_sizes(config, dtype=torch.float32)).splits
+    assert sizes.window is not None
+    found = placed(config, "1xH100", context=512, concurrency=64, dtype="float32")
+    assert found.stages[0].kv_bytes >= 64 * 512 * sum(layer.kv_bytes_per_token for layer in sizes.layers)
+
+
 def test_a_model_that_ranks_cannot_share_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     degrees: list[int] = []
 
