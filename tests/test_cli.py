@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def test_summaries_of_good_and_bad_rows(run: Any, tmp_path: Path) -> None:
         assert rows[row["id"]]["num_prompt_tokens"] > 50
         assert rows[row["id"]]["num_output_tokens"] <= 60
     assert "6 rows, 3 failed" in result.stdout
+    assert re.search("^malformed_row: in.jsonl:4: not valid JSON", result.stdout, re.MULTILINE), "one of each kind"
     assert "rows are in out.parquet, the report is in out.parquet.run" in result.stdout
     saved = yaml.safe_load((tmp_path / "out.parquet.run" / "config.yaml").read_text(encoding="utf-8"))
     assert (saved["model"], saved["dtype"], saved["sampling"]["max_tokens"]) == ("demo", "float32", 60)

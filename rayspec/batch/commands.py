@@ -257,6 +257,8 @@ def _run_documents(
         table.add_row(*(inert(cell).replace("\n", "\\n") for cell in cells))
     console = output_console()
     console.print(table)
+    for kind, message in report.examples.items():  # the first of each kind
+        console.print(f"{kind}: {' '.join(message.split())}", highlight=False, soft_wrap=True)
     folder, merged, _ = output_places(place, None)
     where = f"rows are in {merged}, the report is" if merged is not None else "rows and report are"
     console.print(f"{where} in {folder}", soft_wrap=True)
