@@ -235,7 +235,8 @@ def fit_tokenizer(
             return True
     if find_spec("transformers.integrations.gguf") is None:  # an early version, which splits by architecture
         return True
-    return pre in import_module("transformers.integrations.gguf.gguf_tokenizer_mapping").GGUF_PRE_TOKENIZER_SPLITS
+    mapping = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    return pre in getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", (pre,))  # absent as of 5.17, which splits so, too
 
 
 def _set_tokens(tokenizer: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:
