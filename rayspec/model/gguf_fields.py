@@ -236,7 +236,7 @@ def fit_tokenizer(
     if find_spec("transformers.integrations.gguf") is None:  # an early version, which splits by architecture
         return True
     mapping = import_module("transformers.integrations.gguf.gguf_tokenizer_mapping")
-    return pre in getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", (pre,))  # absent as of 5.17, which splits so, too
+    return pre in getattr(mapping, "GGUF_PRE_TOKENIZER_SPLITS", (pre,))  # absent as of 5.17
 
 
 def _set_tokens(tokenizer: Any, tokens: Sequence[str], kinds: Sequence[int]) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
+from importlib import import_module
 from pathlib import Path
 from pickle import UnpicklingError
 from tempfile import TemporaryDirectory
@@ -37,7 +38,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.mistral import convert_tekken_tokenizer  # type: ignore[attr-defined]
 from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 from transformers.utils.import_utils import is_kernels_available
 
@@ -375,7 +375,8 @@ def load_tokenizer(config: EngineConfig) -> PreTrainedTokenizerBase:
                 place, revision=config.revision, trust_remote_code=config.trust_remote_code, **keywords
             )
             if type(tokenizer).__name__ == "MistralCommonBackend":  # of mistral-common, with few of the usual methods
-                converted: Any = convert_tekken_tokenizer(str(vars(tokenizer)["_tokenizer_path"]))
+                converting: Any = import_module("transformers.integrations.mistral")  # no public name
+                converted = converting.convert_tekken_tokenizer(str(vars(tokenizer)["_tokenizer_path"]))
                 converted.add_bos_token = True
                 tokenizer = converted
             if (file := find_gguf(source, config.revision)) is not None:
