@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import gc
 import itertools
 import logging
 import pickle
@@ -30,6 +29,7 @@ from ray.exceptions import (
 
 from rayspec.config import KV_CACHE_SHARE, EngineConfig, ParallelOptions
 from rayspec.decode.engine_loop import EngineDeadError, EngineLoop
+from rayspec.machine import keep_loaded
 from rayspec.pipeline.placement import (
     NoPlaceError,
     errors_of_actor,
@@ -114,8 +114,7 @@ class EngineWorker:
             await self.stop()
             del self._engine
         self._engine = await asyncio.to_thread(self._factory.load, self._config)
-        gc.collect()
-        gc.freeze()  # what a loaded model is made of stays: a full collection of it would stop rounds for 0.2 s
+        keep_loaded()
         return self._engine.info, self._engine.client.info.config.dtype
 
     async def take(self, items: Sequence[tuple[int, bytes]]) -> None:

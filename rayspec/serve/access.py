@@ -181,7 +181,7 @@ class Admission:
 
 class Places:
     """At most `most` requests have a place at once. The others wait, and clients take turns: the next is the first of
-    the client that has the fewest places; of several, not of the last that got a place. Where it `leaves_room`, a
+    the client that has the fewest places; of several, of the one that got none for longest. Where it `leaves_room`, a
     client that has some gets another only if the places that are free then are at least a third of its own, and large
     requests, which take long to be read, leave a quarter of the places to others. So a new client does not wait for a
     client that takes all it can get (dynamic thresholds of Choudhury and Hahne, 1998)."""
@@ -191,9 +191,9 @@ class Places:
         self._held: Counter[str] = Counter()
         self._large: set[asyncio.Future[None]] = set()  # of the turns that are asked for or held
         self._num_large = 0  # places
-        self._newest = ""  # the last that got a place
-        # Turns by client and whether they are large, with a number that grows.
+        # Turns by client and whether they are large, with a number that grows; and when these last got a place.
         self._waiting: dict[tuple[str, bool], dict[asyncio.Future[None], int]] = {}
+        self._newest: dict[tuple[str, bool], int] = {}
         self._numbers = itertools.count()
 
     def resize(self, most: int) -> None:
@@ -226,24 +226,27 @@ class Places:
             return False
         if not turns:
             del self._waiting[kind]
+            self._newest.pop(kind, None)  # it is older than the next that is asked for
         return True
 
     def _let_in(self) -> None:
         """Let turns enter. It takes no longer for clients of which more turns wait."""
         while (num_free := self._most - self._held.total()) > 0:
             firsts = [
-                (self._held[client], client == self._newest, next(iter(turns.values())), client, is_large)
-                for (client, is_large), turns in self._waiting.items()
-                if self._may_enter(client, is_large, num_free)
+                (self._held[kind[0]], max(next(iter(turns.values())), self._newest.get(kind, 0)), kind)
+                for kind, turns in self._waiting.items()
+                if self._may_enter(*kind, num_free)
             ]
             if not firsts:
                 return
-            *_, client, is_large = min(firsts)
-            turn = next(iter(self._waiting[client, is_large]))
+            *_, kind = min(firsts)
+            client, is_large = kind
+            turn = next(iter(self._waiting[kind]))
             self._no_longer_waits(client, turn)
             self._held[client] += 1
             self._num_large += is_large
-            self._newest = client
+            if kind in self._waiting:
+                self._newest[kind] = next(self._numbers)
             if not turn.cancelled():
                 turn.set_result(None)
 
@@ -258,7 +261,7 @@ class Places:
 @dataclass(slots=True, kw_only=True)
 class Entry:
     """Decides which requests may enter. hosts, origins: see `allowed_host` and `allowed_origin`. posts: counts POST and
-    DELETE requests; gets: other requests that need a key; free: the rest. draining: no request may enter any more.
+    DELETE requests that need a key; gets: others that do; free: the rest. draining: no request may enter any more.
 
     While `posts` is full, a client that has its share of them ends the body of its own that has been arriving for
     longest, if that is longer than a second, with each new request: bodies that do not come keep no places.
@@ -336,11 +339,12 @@ class Entry:
             needs_key, client = path not in open_paths, self.client(Request(scope))
             try:
                 with ExitStack() as held:
-                    if not has_cost:
+                    has_body = has_cost and needs_key  # without a key, none is read
+                    if not has_body:
                         admission = self.gets if needs_key else self.free
                         held.enter_context(admission.admit(client=client))
                     self._check(headers, has_cost=has_cost, needs_key=needs_key)
-                    await app(scope, held.enter_context(self.admitted(receive, client)) if has_cost else receive, send)
+                    await app(scope, held.enter_context(self.admitted(receive, client)) if has_body else receive, send)
             except Refused as refused:
                 await error_response(refused.error)(scope, receive, send)
 

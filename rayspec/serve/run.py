@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import logging
 import re
 import socket
@@ -17,7 +16,7 @@ from ray import serve
 
 from rayspec.command.terminal import exit_on_sigterm, say
 from rayspec.demo import BUNDLED, local_path
-from rayspec.machine import ray_address
+from rayspec.machine import keep_loaded, ray_address
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
 from rayspec.serve.app import bind_models, bind_runner, model_deployment, with_sizes
@@ -137,8 +136,7 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
     ingress = Ingress(options.replace(api_keys=()), handles, runner, keys=keys, hosts=hosts)
     address.listen(listener)
     timeouts = {"header_timeout_s": options.header_timeout_s, "write_timeout_s": options.body_timeout_s}
-    gc.collect()
-    gc.freeze()  # what is loaded stays: a full collection of it would stop all answers for 0.2 s
+    keep_loaded()
     with http_server(build_app(ingress), listener, **timeouts) as server:
         exit_on_sigterm()
         with suppress(SystemExit, KeyboardInterrupt):

@@ -612,6 +612,51 @@ def test_places_go_to_clients_in_turn() -> None:
     asyncio.run(scenario())
 
 
+def test_a_client_waits_for_one_turn_of_each_other() -> None:
+    """However many turns of theirs wait, and also where they give up some."""
+
+    async def scenario() -> None:
+        places = Places(1, leaves_room=False)
+        others = {"ab"[number % 2] + str(number): places.ask("ab"[number % 2]) for number in range(100)}
+        own = places.ask("c")
+        for name in ("a0", "b1", "a22"):
+            assert not own.done()
+            places.leave(name[0], others.pop(name))
+            for gone in [one for one in others if one[0] == name[0]][:10]:
+                others[gone].cancel()
+                places.leave(name[0], others.pop(gone))
+        assert own.done()
+        places.leave("c", own)
+        for name, turn in others.items():
+            places.leave(name[0], turn)
+        assert not any((places._held, places._waiting, places._newest, places._large)), "nothing is left"
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_need_no_key_take_no_places_of_others() -> None:
+    """Nobody checks the keys that they name, of which each would have its share."""
+    entry = Entry(keys=ApiKeys.of(["a"]), hosts=(), origins=(), posts=Admission(2, refusal=BUSY), gets=Admission())
+
+    async def scenario() -> None:
+        end = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await end.wait()
+            await Response()(scope, receive, send)
+
+        guarded = entry.guarded(app, open_paths={"/ping"})
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app=guarded), base_url="http://localhost") as http:
+            asked = []
+            for path, key in (("/ping", "x"), ("/ping", "y"), ("/ping", "z"), ("/", "a")):
+                asked.append(asyncio.create_task(http.post(path, headers={"authorization": f"Bearer {key}"})))
+                await asyncio.sleep(0.01)
+            end.set()
+            assert [(await one).status_code for one in asked] == [200] * 4
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
 def test_many_that_wait_take_no_longer_each() -> None:
     async def scenario() -> None:
         places = Places(8, leaves_room=False)
