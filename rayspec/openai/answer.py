@@ -31,12 +31,14 @@ _MOST_REPEATED_TOKENS = 2**22  # where each completion shows its prompt
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
 LOGPROBS_AT_ONCE = _MOST_LOGPROBS // 2  # of an engine: of one large request, or of several of half its size
 _FEW_LOGPROBS = 5_000
+_NOT_WAITING = 4  # clients at once, each within such a part of a limit
 
 
 class Limit:
     """Limits what takes memory in an engine: the sequences of background requests, also while they wait, or
     log-probabilities. Work is admitted in the order of arrival, while fewer than `most` are under way; it may have more
-    itself. A client that has none under way does not wait with small work, of up to a quarter of `most`."""
+    itself. A client that has none under way does not wait with small work, of up to a quarter of `most`, while fewer
+    than four clients have such work under way."""
 
     def __init__(self, most: int) -> None:
         self._most, self._count = most, 0
@@ -46,7 +48,8 @@ class Limit:
     @asynccontextmanager
     async def admit(self, count: int, room: int = 1, client: str = "") -> AsyncIterator[None]:
         """Wait until `room` are free, then count the work while the context is open. client: empty for none."""
-        if client and client not in self._clients and count <= self._most // 4:
+        is_new = bool(client) and client not in self._clients and len(self._clients) < _NOT_WAITING
+        if is_new and count <= self._most // _NOT_WAITING:
             self._clients.add(client)
             try:
                 yield

@@ -147,19 +147,20 @@ def network_of(host: str | None) -> str:
 
 class Admission:
     """Counts the total weight of the requests under way, and refuses further requests with `refusal` while it is `most`
-    or more (None: no limit). A large request is refused no more often than a small one. Also at the limit, a client may
-    have its share: `most`, divided by the clients that have requests under way."""
+    or more (None: no limit). Also at the limit, a client may have its share: `most`, divided by the clients that have
+    requests under way. A large request is refused no more often than a small one, unless `is_strict`: then all of it
+    must be within the share, so that many clients together do not have many times `most`."""
 
-    def __init__(self, most: int | None = None, refusal: ApiError = BUSY) -> None:
-        self._most, self._refusal = most, refusal
+    def __init__(self, most: int | None = None, refusal: ApiError = BUSY, *, is_strict: bool = False) -> None:
+        self._most, self._refusal, self._is_strict = most, refusal, is_strict
         self.under_way = 0
         self._held: Counter[str] = Counter()
 
-    def refuses(self, client: str) -> bool:
+    def refuses(self, client: str, weight: int = 1) -> bool:
         """Return whether the limit is reached and the client has its share."""
-        num_clients = len(self._held.keys() | {client})
+        num_clients, added = len(self._held.keys() | {client}), weight if self._is_strict else 1
         is_full = self._most is not None and self.under_way >= self._most
-        return is_full and (self._held[client] + 1) * num_clients > (self._most or 0)
+        return is_full and (self._held[client] + added) * num_clients > (self._most or 0)
 
     def has_some(self, client: str) -> bool:
         return client in self._held
@@ -167,7 +168,7 @@ class Admission:
     @contextmanager
     def admit(self, weight: int = 1, client: str = "", *, is_sure: bool = False) -> Iterator[None]:
         """Count a request while the context is open. Raises Refused at the limit, unless it `is_sure` to be kept."""
-        if self.refuses(client) and not is_sure:
+        if self.refuses(client, weight) and not is_sure:
             raise Refused(self._refusal)
         self.under_way += weight
         self._held[client] += weight

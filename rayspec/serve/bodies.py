@@ -35,7 +35,7 @@ class BodyReader:
 
     def __init__(self, options: ServeOptions) -> None:
         self._max_bytes, self._timeout_s = options.max_request_bytes, options.body_timeout_s
-        self._large = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN)
+        self._large = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN, is_strict=True)
         self._turns, self._parsing = Places(1, leaves_room=False), LargeWork(1)
 
     async def read(self, request: Request, kind: type[Body], client: str, held: ExitStack) -> tuple[Body, bytes]:

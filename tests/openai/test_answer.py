@@ -427,8 +427,12 @@ def test_requests_for_many_log_probabilities_run_in_turn() -> None:
         for num_asked in (3, 3):
             tasks.append(asyncio.create_task(respond(parsed(few), engine, SERVED, logprobs=limit, **STAMP)))
             await settled(num_asked)
+        for number, num_asked in enumerate((4, 5, 6, 6, 6)):  # those of four clients at most
+            engine.client_name = f"client {number}"
+            tasks.append(asyncio.create_task(respond(parsed(few), engine, SERVED, logprobs=limit, **STAMP)))
+            await settled(num_asked)
         tasks[0].cancel()
-        await settled(5)
+        await settled(10)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -480,7 +480,11 @@ def test_large_bodies_of_one_client_are_no_reason_to_refuse_others() -> None:
                 await read(request(ends=True), client="slow")
             asked, content = await read(request(ends=True), client="other")
             assert (asked.model, content) == ("demo", body)
-            await end_tasks(slow)
+            many = [asyncio.create_task(read(request(ends=False), client=f"client {number}")) for number in range(60)]
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            assert reader._large.under_way <= 16 * 2**17, "many clients together have no more than twice as much"
+            await end_tasks([*slow, *many])
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
