@@ -68,7 +68,7 @@ def ray_session(num_cpus: float = 0, say: Callable[[str], object] = lambda text:
             if not is_running:
                 address = ray_address()
                 say("starting Ray on this machine" if address is None else f"connecting to Ray at {address}")
-                with _signals_wait():
+                with _signals_wait(starts=address is None):
                     _start(num_cpus)
         if not is_running:
             session.enter_context(_watching(say))
@@ -170,8 +170,9 @@ def forget_reserved_threads() -> None:
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Delay SIGTERM and SIGINT to the end of a block that starts Ray, where an exception would leave processes."""
+def _signals_wait(*, starts: bool = True) -> Iterator[None]:
+    """Delay SIGTERM and SIGINT to the end of a block that starts Ray, where an exception would leave processes. If it only
+    connects to a Ray, they end this process: an address that does not answer is waited for outside of Python."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -183,15 +184,16 @@ def _signals_wait() -> Iterator[None]:
         waiting.append(number)
 
     heeded = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, note) or signal.SIG_DFL for number in heeded}
+    handler = note if starts else signal.SIG_DFL
+    before = {number: signal.signal(number, handler) or signal.SIG_DFL for number in heeded}
     of_ray: list[Callable[[int, FrameType | None], Any]] = []  # its handler for SIGTERM, instead of installing it
     install, ray_utils.set_sigterm_handler = ray_utils.set_sigterm_handler, of_ray.append
     try:
         yield
     finally:
         ray_utils.set_sigterm_handler = install
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
     if before.get(signal.SIGTERM) is signal.SIG_DFL and of_ray:
         signal.signal(signal.SIGTERM, of_ray[-1])
     if signal.SIGTERM in waiting:

@@ -207,6 +207,20 @@ def test_an_address_without_a_ray_is_named(address: str, tmp_path: Path) -> None
     assert f"ConfigError: RAY_ADDRESS is '{address}', and Ray cannot be used there" in found
 
 
+def test_a_signal_ends_a_wait_for_an_address_that_does_not_answer(tmp_path: Path) -> None:
+    script = "from rayspec.ray_session import ray_session\nwith ray_session(say=lambda text: print(text, flush=True)): pass"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        environment = os.environ | {"RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path)}
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == f"connecting to Ray at {address}\n".encode()
+            listener.accept()  # whether something listens, before Ray waits for an answer
+            process.terminate()
+            assert process.wait(30) == -signal.SIGTERM
+
+
 def test_a_missing_token_is_told(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
