@@ -171,8 +171,8 @@ def forget_reserved_threads() -> None:
 
 @contextmanager
 def _signals_wait(*, starts: bool = True) -> Iterator[None]:
-    """Delay SIGTERM and SIGINT to the end of a block that starts Ray, where an exception would leave processes. If it only
-    connects to a Ray, they end this process: an address that does not answer is waited for outside of Python."""
+    """Delay SIGTERM and SIGINT to the end of a block that starts Ray, where an exception would leave processes. If it
+    only connects to a Ray, they end this process: an address that does not answer is waited for outside of Python."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -208,7 +208,8 @@ def test_an_address_without_a_ray_is_named(address: str, tmp_path: Path) -> None
 
 
 def test_a_signal_ends_a_wait_for_an_address_that_does_not_answer(tmp_path: Path) -> None:
-    script = "from rayspec.ray_session import ray_session\nwith ray_session(say=lambda text: print(text, flush=True)): pass"
+    session = "with ray_session(say=lambda text: print(text, flush=True)): pass"
+    script = f"from rayspec.ray_session import ray_session\n{session}"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         environment = os.environ | {"RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path)}
