@@ -46,7 +46,12 @@ WRONG_HOST = ApiError(
     403, "host_not_allowed", "The Host header names no host of this endpoint: use another, or have it allowed there."
 )
 WRONG_ORIGIN = ApiError(403, "origin_not_allowed", "Pages of this origin may not send such a request to this endpoint.")
-MALFORMED = ApiError(400, "invalid_http", "This is no valid HTTP/1.1 request, or its headers exceed 16 KiB.")
+MALFORMED = ApiError(
+    400,
+    "invalid_http",
+    "This is no valid HTTP/1.1 request, its headers exceed 16 KiB, or its body comes in over 250 chunks of under 1 KiB: "
+    "send a Content-Length.",
+)
 HALF_CLOSED = ApiError(400, "half_closed", "The client closed its side before the answer: keep it open until then.")
 
 # Java's client asks for HTTP/2 by default. Serve's proxy goes on with HTTP/1.1 then, without the body.
