@@ -49,7 +49,7 @@ WRONG_ORIGIN = ApiError(403, "origin_not_allowed", "Pages of this origin may not
 MALFORMED = ApiError(
     400,
     "invalid_http",
-    "This is no valid HTTP/1.1 request, its headers exceed 16 KiB, or its body comes in over 250 chunks of under 1 KiB: "
+    "This is no valid HTTP/1.1 request, its headers exceed 16 KiB, or its body comes in over 250 chunks of under 1 KB: "
     "send a Content-Length.",
 )
 HALF_CLOSED = ApiError(400, "half_closed", "The client closed its side before the answer: keep it open until then.")
