@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -30,6 +31,7 @@ Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
 _LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
+_LONGEST_PAUSE_S = 0.02  # after work that holds the interpreter's lock: else an event loop waits at each system call
 _MOST_CUT = 2**19  # characters, of which all are tokenized; two such texts at once take 300 MB
 _CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
 _MOST_IN_TEMPLATE = 2**22  # characters of variables, times messages: a chat template may repeat them for each message
@@ -66,10 +68,12 @@ class LargeWork:
                 self._waiting[self._newest] = of_client  # behind the others
         if not result.set_running_or_notify_cancel():
             return
+        start_s = time.monotonic()
         try:
             result.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             result.set_exception(error)
+        time.sleep(min(time.monotonic() - start_s, _LONGEST_PAUSE_S))
 
 
 in_thread_if_large = LargeWork(2).run
