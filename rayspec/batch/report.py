@@ -334,7 +334,7 @@ def _totals(report: RunReport) -> list[tuple[str, str]]:
     stats = report.stats
     by_source = sorted(stats.accepted_by_source.items(), key=itemgetter(1), reverse=True)
     sources = [f"{_share(count / stats.num_generated_tokens)} {source}" for source, count in by_source]
-    earlier = f"; {report.num_earlier} are of an earlier run, which the lines below leave out"
+    earlier = f"; {report.num_earlier} of an earlier run, which the lines below leave out"
     seconds = {
         "prefill": stats.prefill_s, "draft": stats.draft_s, "verify": stats.verify_s, "plan search": stats.optimise_s,
     }  # fmt: skip

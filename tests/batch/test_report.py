@@ -203,7 +203,7 @@ def test_rows_of_an_earlier_run_count_as_rows_and_not_as_work() -> None:
     assert (run.num_prompt_tokens, run.num_output_tokens, run.num_draft_tokens) == (100, 21, 20)
     assert str(run).startswith("3 rows (2 of an earlier run), 1 failed (prompt_too_long 1), 21 tokens")
     text, page = report_pages(run, config=CONFIG, title="Run").values()
-    assert "| rows | 3, 1 failed; 2 are of an earlier run, which the lines below leave out |" in text
+    assert "| rows | 3, 1 failed; 2 of an earlier run, which the lines below leave out |" in text
     assert "1 failed; 2 of the rows are of an earlier run<" in page
 
 

@@ -74,7 +74,7 @@ def test_rows_come_and_go_and_change(folder: Path) -> None:
     before = texts()
     write_lines(folder / "in.jsonl", [{"id": "extra", "text": "The annual review."}, *given])
     assert "8 rows (7 of an earlier run)" in run("in.jsonl")
-    assert "| rows | 8, 0 failed |" in (folder / "out" / "report.md").read_text(encoding="utf-8")
+    assert "| rows | 8, 0 failed; 7 of an earlier run" in (folder / "out" / "report.md").read_text(encoding="utf-8")
     with_extra = texts()
     assert with_extra == before | {"extra": with_extra["extra"]}
     given[4]["text"] = documents(1, seed=9)[0]["text"]
@@ -121,7 +121,7 @@ def test_a_report_that_was_deleted_is_made_again(folder: Path, monkeypatch: pyte
     (folder / "out" / "report.md").unlink()
     monkeypatch.setattr("rayspec.batch.rows.load_llm", pytest.fail)
     run("in.jsonl")
-    assert "| rows | 2, 0 failed |" in (folder / "out" / "report.md").read_text(encoding="utf-8")
+    assert "| rows | 2, 0 failed; 2 of an earlier run" in (folder / "out" / "report.md").read_text(encoding="utf-8")
     assert (folder / "out" / "report.html").read_text(encoding="utf-8") == page
 
 
