@@ -187,10 +187,11 @@ class Admission:
 
 class Places:
     """At most `most` requests have a place at once. The others wait, and clients take turns: the next is the first of
-    the client that has the fewest places; of several, of the one that got none for longest. Where it `leaves_room`, a
-    client that has some gets another only if the places that are free then are at least a third of its own, and large
-    requests, which take long to be read, leave a quarter of the places to others. So a new client does not wait for a
-    client that takes all it can get (dynamic thresholds of Choudhury and Hahne, 1998)."""
+    the client that has the fewest places; of several, the one that waits for longest, or whose client got none for as
+    long. So a client waits for one turn of each other client at most, however many these ask for. Where it
+    `leaves_room`, a client that has some gets another only if the places that are free then are at least a third of its
+    own, and large requests, which take long to be read, leave a quarter of the places to others. So a new client does
+    not wait for a client that takes all it can get (dynamic thresholds of Choudhury and Hahne, 1998)."""
 
     def __init__(self, most: int, *, leaves_room: bool = True) -> None:
         self._most, self._leaves_room = most, leaves_room

@@ -497,7 +497,7 @@ def test_lists_leave_threads_to_other_requests_and_clients_take_turns(
             finally:
                 is_read.set()
             assert {answer.status_code for answer in await asyncio.gather(*lists)} == {200}
-            assert orders.index("asc") == 1
+            assert orders.index("asc") <= 2, "a turn of the other client at most"
 
     store = BatchStore.at(str(tmp_path))
     file_id = new_id("file-")
