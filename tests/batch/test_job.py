@@ -92,7 +92,7 @@ def test_only_the_row_that_the_engine_dies_of_fails(tmp_path: Path, undisturbed:
     assert rows[deadly]["source"] == deadly
     assert texts_of(tmp_path / "out") == undisturbed | {deadly: None}
     assert manifest_of(tmp_path / "out")["status"] == "complete"
-    assert task.read("begun").count(deadly) >= 3
+    assert task.read("begun").count(deadly) >= 2  # the first engine may have had it alone
 
     before = len(task.read("begun"))
     again = job(task, tmp_path / "out").run(Source(rows=documents()))
