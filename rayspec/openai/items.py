@@ -46,6 +46,9 @@ _invalid = InvalidRequestError.of
 _OF_TEXT = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
 class ReasoningOptions(StrictBody):
     ignored = frozenset({"context", "generate_summary", "mode", "summary"})
 
@@ -77,14 +80,16 @@ class ResponsesBody(StrictBody):
     ignored = (ChatRequest.ignored | {"stream_options"}) - {"metadata"}
 
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    tools: Objects = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(default_factory=list)
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(fail_fast=True)
+    ] = Field(default_factory=list)
     top_logprobs: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
 

@@ -121,6 +121,9 @@ class CallPiece:
     arguments: str
 
 
+ArgumentTypes = dict[tuple[str, str], set[str] | None]
+"""The types that its schema names, by a function and its argument; None: the argument is text."""
+
 Steps = Generator[None, None, bool]
 """A part of a parse: it yields where it needs more text, and returns whether it found what it looks for."""
 
@@ -142,13 +145,21 @@ class CallParser:
     Spaces around calls are no content. A text that begins like a call and is no call is content. schemas: the JSON
     schema of each function's arguments, by its name. is_parallel: if not, calls after the first are dropped. is_forced:
     a grammar allows calls only, so the text that belongs to none is the begin of a call that has no end; it is dropped.
+    types: those of arguments, as far as the parsers that share it have read them: a schema may be long.
     """
 
     def __init__(
-        self, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]], *, is_parallel: bool, is_forced: bool = False
+        self,
+        form: ToolFormat,
+        schemas: Mapping[str, Mapping[str, Any]],
+        *,
+        is_parallel: bool,
+        is_forced: bool = False,
+        types: ArgumentTypes | None = None,
     ) -> None:
         self.num_calls = 0
         self._form, self._schemas, self._is_parallel, self._is_forced = form, schemas, is_parallel, is_forced
+        self._types = {} if types is None else types
         self._rest, self._is_last = "", False  # the text that belongs to no piece yet, and whether no more follows
         self._pieces: list[str | CallPiece] = []
         self._has_content = False
@@ -203,7 +214,7 @@ class CallParser:
                     self._add(name, "")
                     self._rest = body[match.end() :]
                     if pattern is _TAG_HEAD:
-                        return (yield from self._tagged(self._schemas.get(name, {})))
+                        return (yield from self._tagged(name))
                     yield from self._arguments(is_enclosed=pattern is _JSON_HEAD)
                     return True
             elif pattern is _JSON_HEAD and self._is_odd_call(body):
@@ -269,14 +280,16 @@ class CallParser:
                 return False
             yield
 
-    def _tagged(self, schema: Mapping[str, Any]) -> Steps:
+    def _tagged(self, function: str) -> Steps:
         """Show the arguments that come next, each in a tag of its own."""
         num_shown = 0
         while True:
             # The search for the end comes first, because it is much faster than the pattern on a long value.
             while "</parameter>" in self._rest and (match := _PARAMETER.match(self._rest)) is not None:
                 name, value = match["name"], match["value"].removeprefix("\n").removesuffix("\n")
-                text = f"{json.dumps(name, ensure_ascii=False)}: {_as_json(value, schema, name)}"
+                if (function, name) not in self._types:
+                    self._types[function, name] = _types_of_argument(self._schemas.get(function, {}), name)
+                text = f"{json.dumps(name, ensure_ascii=False)}: {_as_json(value, self._types[function, name])}"
                 self._add(None, f"{', ' if num_shown else '{'}{text}")
                 self._rest, num_shown = self._rest[match.end() :], num_shown + 1
             text = self._rest.lstrip(_SPACE)
@@ -335,14 +348,11 @@ def _begins(sign: str, text: str) -> bool:
     return text.startswith(sign) or sign.startswith(text)
 
 
-def _as_json(value: str, schema: Mapping[str, Any], name: str) -> str:
+def _as_json(value: str, types: set[str] | None) -> str:
     """Return the JSON of an argument that stands in a tag. Text is JSON if it is valid, unless its schema is for texts
-    and for no such value."""
-    properties = schema.get("properties")
-    own = properties.get(name) if isinstance(properties, Mapping) else None
-    if not isinstance(own, Mapping) or own.get("type") != "string":
+    and for no such value. types: see `ArgumentTypes`."""
+    if types is not None:
         try:
-            types = _types(own)
             found = json.loads(_OF_PYTHON.get(value, value) if types else value)
             if "string" not in types or types & _TYPES[type(found)]:
                 return json.dumps(found, ensure_ascii=False, allow_nan=False)
@@ -361,6 +371,12 @@ _TYPES: Mapping[type, set[str]] = {
     dict: {"object"},
     str: {"string"},
 }
+
+
+def _types_of_argument(schema: Mapping[str, Any], name: str) -> set[str] | None:
+    properties = schema.get("properties")
+    own = properties.get(name) if isinstance(properties, Mapping) else None
+    return None if isinstance(own, Mapping) and own.get("type") == "string" else _types(own)
 
 
 def _types(schema: Any) -> set[str]:

@@ -153,7 +153,8 @@ Refusals = Mapping[str, Sequence[Any]]
 
 class StrictBody(pydantic.BaseModel):
     """An object of the protocol. A field that is null counts as left out, known or not, at every depth. refused:
-    unsupported fields. ignored: fields that change no text, whatever their value."""
+    unsupported fields. ignored: fields that change no text, whatever their value. Each list that may be long fails at
+    its first invalid item (`fail_fast`): pydantic would collect an error of a kilobyte for each."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()

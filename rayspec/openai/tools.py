@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayspec.forms.checker import drop_other_formats
 from rayspec.openai.forms import Tool, schema_beside_tools
-from rayspec.openai.parsers import HERMES, CallParser, HarmonyParser, ToolFormat, format_of
+from rayspec.openai.parsers import HERMES, ArgumentTypes, CallParser, HarmonyParser, ToolFormat, format_of
 from rayspec.openai.protocol import InvalidRequestError
 from rayspec.openai.requests import ChatRequest
 from rayspec.prompts import Rendering, chat_template
@@ -38,6 +38,7 @@ class ToolUse:
     added: Mapping[str, int]
     hidden: Collection[str] = ()
     content: Mapping[str, Any] | None = None
+    types: ArgumentTypes = field(default_factory=dict)  # which all choices share
 
     @classmethod
     def of(cls, request: ChatRequest, tokenizer: Any, parser: str | None) -> ToolUse | None:
@@ -79,7 +80,8 @@ class ToolUse:
         if self.form.has_channels:
             return HarmonyParser(has_tools=True, is_parallel=self.is_parallel)
         schemas = {tool.function.name: tool.function.schema_of_arguments for tool in self.tools}
-        return CallParser(self.form, schemas, is_parallel=self.is_parallel, is_forced=self.is_forced)
+        options: Any = {"is_parallel": self.is_parallel, "is_forced": self.is_forced, "types": self.types}
+        return CallParser(self.form, schemas, **options)
 
     def rendering(self, rendering: Rendering) -> Rendering:
         return replace(rendering, tools=[tool.for_template for tool in self.tools]) if self.is_known else rendering
