@@ -170,7 +170,8 @@ class ResponsesBody(StrictBody):
             found = dict.fromkeys(message, "input" if isinstance(self.input, str) else place)
             may_join = kind == "function_call" or (kind == "message" and last.keys() == {"role", "reasoning_content"})
             if may_join and last.get("role") == message["role"] == "assistant":
-                message["tool_calls"] = last.get("tool_calls", []) + message.get("tool_calls", [])
+                calls = last.setdefault("tool_calls", [])
+                calls += message.pop("tool_calls", ())  # in place: thousands of calls may follow each other
                 last |= message
                 places |= found | places
             else:

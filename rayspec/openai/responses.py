@@ -20,6 +20,7 @@ from rayspec.types import CompletionOutput, Logprob, RequestOutput
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 END_OF_EVENTS = b"data: [DONE]\n\n"
+_VERY_UNLIKELY = -9999.0  # OpenAI's log-probability of what cannot be; JSON has no minus infinity
 _MOST_SPACES = 256  # pieces of white space in a row that wait for the text after them
 
 
@@ -394,7 +395,7 @@ class Answer:
             fields["prompt_token_ids"] = list(output.prompt_token_ids)
         if self._request.prompt_logprobs is not None:
             fields["prompt_logprobs"] = [
-                None if row is None else {str(token): replace(one, logprob=_finite(one)) for token, one in row.items()}
+                None if row is None else {str(token): _with_finite(one) for token, one in row.items()}
                 for row in output.prompt_logprobs or ()
             ]
         return fields
@@ -423,4 +424,8 @@ def event(body: Response | ApiError) -> bytes:
 
 
 def _finite(logprob: Logprob) -> float:
-    return max(logprob.logprob, -9999.0)  # what OpenAI writes for "very unlikely"; JSON has no minus infinity
+    return max(logprob.logprob, _VERY_UNLIKELY)
+
+
+def _with_finite(logprob: Logprob) -> Logprob:
+    return logprob if logprob.logprob >= _VERY_UNLIKELY else replace(logprob, logprob=_VERY_UNLIKELY)

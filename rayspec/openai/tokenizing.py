@@ -45,32 +45,37 @@ class LargeWork:
     def __init__(self, num_threads: int) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="rayspec-large-work")
         self._lock, self._numbers = threading.Lock(), itertools.count()
-        # Heaps by client, whose turn it is first.
-        self._waiting: dict[str, list[tuple[int, int, Callable[[], Any], Future[Any]]]] = {}
+        # Heaps by client, whose turn it is first. Each work is in a list, which is emptied when nobody waits for it.
+        self._waiting: dict[str, list[tuple[int, int, list[Callable[[], Any]], Future[Any]]]] = {}
         self._newest = ""  # the last that had its turn
 
     async def run(self, work: Callable[[], T], size: int, client: str = "") -> T:
-        """Return the result. size: characters, bytes or tokens. Cancelling drops work that has not begun."""
+        """Return the result. size: characters, bytes or tokens. Cancelling drops work that has not begun, and what it
+        holds."""
         if size <= _LONG:
             return work()
         result: Future[T] = Future()
+        held: list[Callable[[], Any]] = [work]
         with self._lock:
-            heappush(self._waiting.setdefault(client, []), (size, next(self._numbers), work, result))
+            heappush(self._waiting.setdefault(client, []), (size, next(self._numbers), held, result))
         self._threads.submit(self._run_next)
-        return await asyncio.wrap_future(result)
+        try:
+            return await asyncio.wrap_future(result)
+        finally:
+            held.clear()
 
     def _run_next(self) -> None:
         with self._lock:
             self._newest = next((client for client in self._waiting if client != self._newest), self._newest)
             of_client = self._waiting.pop(self._newest)
-            _, _, work, result = heappop(of_client)
+            _, _, held, result = heappop(of_client)
             if of_client:
                 self._waiting[self._newest] = of_client  # behind the others
         if not result.set_running_or_notify_cancel():
             return
         start_s = time.monotonic()
         try:
-            result.set_result(work())
+            result.set_result(held[0]())
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             result.set_exception(error)
         time.sleep(min(time.monotonic() - start_s, _LONGEST_PAUSE_S))

@@ -84,6 +84,7 @@ class Ingress:
             looked=self._looked,
         )
         self.bodies, self.unread = BodyReader(options), Unread()
+        self._scrape: asyncio.Task[str] | None = None
         posts, gets = (Admission(options.max_ongoing_requests, refusal=OVERRUN) for _ in range(2))
         self.entry = Entry(keys=keys, hosts=hosts, origins=options.cors, posts=posts, gets=gets)
 
@@ -139,6 +140,12 @@ class Ingress:
             card = await fetch(ready.card.remote(), Deadline(self.options.request_timeout_s))
             self._cards[model] = card if own == model else replace(card, id=model, parent=own)
         return self._cards[model]
+
+    async def scraped(self) -> str:
+        """Return the metrics of all nodes. Requests that come while they are gathered share them."""
+        if self._scrape is None or self._scrape.done():
+            self._scrape = asyncio.create_task(scrape())
+        return await asyncio.shield(self._scrape)
 
     def _looked(self) -> None:
         """Have places for the replicas that run: in Serve's queue, clients would not take turns."""
@@ -264,7 +271,7 @@ def _add_operator_routes(app: FastAPI, ingress: Ingress, described: Description)
 
     @app.get("/metrics", responses=_METRICS, response_class=Response)
     async def metrics() -> Response:
-        return Response(await scrape(), media_type=CONTENT_TYPE)
+        return Response(await ingress.scraped(), media_type=CONTENT_TYPE)
 
 
 def _add_web(app: FastAPI) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """The Responses API on the bundled model: what a body asks for, its items, and the events that build them."""
 
 import json
+import time
 from typing import Any
 
 import openai.types.responses as official
@@ -8,7 +9,7 @@ import pydantic
 import pytest
 
 from rayspec.llm import AsyncEngine
-from rayspec.openai.items import ResponsesRequest
+from rayspec.openai.items import ResponsesBody, ResponsesRequest
 from rayspec.openai.protocol import InvalidRequestError
 from tests.openai.scripted import streamed_events, whole_answer
 from tests.openai.test_tools import WEATHER
@@ -96,6 +97,14 @@ def test_items_become_the_messages_of_a_chat() -> None:
     assert [one["content"] for one in rest[2:4]] == ["3 degrees", "4 degrees"]
     assert "reasoning_content" not in rest[4]
     assert (request.seed, request.max_completion_tokens) == (3, 120)
+
+
+def test_the_time_of_many_calls_grows_with_their_number() -> None:
+    body = ResponsesBody.parse(ASKED | {"input": [CALL] * 40_000})
+    start_s = time.process_time()
+    ((message, _),) = body.messages()
+    assert len(message["tool_calls"]) == 40_000
+    assert time.process_time() - start_s < 1.0
 
 
 @pytest.mark.parametrize(

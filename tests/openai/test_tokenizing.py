@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +169,27 @@ def test_clients_take_turns_at_large_work() -> None:
     asyncio.run(run())
     assert begun.index("other") <= 2
     assert begun.count("greedy") == 20
+
+
+def test_work_that_nobody_waits_for_holds_nothing() -> None:
+    class Body: ...
+
+    large, may_end = LargeWork(1), threading.Event()
+
+    async def run() -> None:
+        first = asyncio.create_task(large.run(may_end.wait, 30_000))
+        bodies = [Body()]
+        is_there = weakref.ref(bodies[0])
+        second = asyncio.create_task(large.run(partial(id, bodies.pop()), 30_000))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait({second})
+        del second
+        assert is_there() is None
+        may_end.set()
+        await first
+
+    asyncio.run(run())
 
 
 def test_the_size_of_what_is_to_be_tokenized() -> None:

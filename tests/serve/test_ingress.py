@@ -172,6 +172,28 @@ def test_a_stream_is_passed_on_once_and_its_last_event_is_the_error(last: Except
         assert json.loads(told.split("\n\n")[0].removeprefix("data: "))["error"]["code"] == code
 
 
+def test_requests_for_metrics_share_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_gathered = 0
+
+    async def scrape() -> str:
+        nonlocal num_gathered
+        num_gathered += 1
+        await asyncio.sleep(0.05)
+        return str(num_gathered)
+
+    monkeypatch.setattr("rayspec.serve.ingress.scrape", scrape)
+
+    async def run() -> list[str]:
+        ingress = ingress_of()
+        left = asyncio.create_task(ingress.scraped())
+        others = [asyncio.create_task(ingress.scraped()) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        left.cancel()
+        return [*await asyncio.gather(*others), await ingress.scraped()]
+
+    assert asyncio.run(run()) == ["1"] * 20 + ["2"]
+
+
 def test_a_model_that_cannot_answer_is_not_listed_if_another_can(monkeypatch: pytest.MonkeyPatch) -> None:
     starting = {"demo"}
 
