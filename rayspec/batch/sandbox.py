@@ -15,6 +15,7 @@ import math
 import pickle
 import re
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -54,13 +55,17 @@ class Sandbox:
         value that is not there, and ValueError for any other problem."""
         with self._lock:
             if self._process is None:
-                self._process = subprocess.Popen(  # noqa: S603 - this file; signals to a job's group do not end it
-                    [sys.executable, __file__, *map(str, self._limits)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                )
+                # The process inherits the mask: signals to all processes of a job, as of `ray job stop`, do not end it.
+                mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+                try:
+                    self._process = subprocess.Popen(  # noqa: S603 - this file
+                        [sys.executable, __file__, *map(str, self._limits)],
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                    )
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
                 weakref.finalize(self, _end, self._process)
             process, line, kind = self._process, b"", "fatal"
             assert process.stdin is not None

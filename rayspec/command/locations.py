@@ -315,9 +315,11 @@ class Location:
         folders by itself: return None."""
         if self.local_path is None:
             return None
-        for folder in reversed([self.local_path, *self.local_path.parents]):
-            if not folder.exists():
-                folder.mkdir(mode=0o700 if self.is_private else 0o777, exist_ok=True)
+        missing = [folder for folder in (self.local_path, *self.local_path.parents) if not folder.exists()]
+        if any(folder.name == ".." for folder in missing):  # with its parent made, it would be a place that is there
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.local_path))
+        for folder in reversed(missing):
+            folder.mkdir(mode=0o700 if self.is_private else 0o777, exist_ok=True)
         return self.local_path
 
     def lock(self) -> IO[bytes] | None:

@@ -668,7 +668,7 @@ def test_tags_without_an_end_take_no_more_time_than_other_text(begun: str) -> No
 
 
 def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tmp_path: Path) -> None:
-    """As `ray job stop` and a terminal's Ctrl-C send it. The job lets rows under way finish."""
+    """As `ray job stop` and service managers send it. The job lets rows under way finish."""
     (tmp_path / "a.html").write_text("<p>word " * 300_000, encoding="utf-8")
     program = (
         "import signal, sys; from tests.batch.test_documents import read\n"
@@ -676,12 +676,15 @@ def test_a_signal_to_all_processes_of_a_job_makes_no_error_of_a_row_under_way(tm
         "print([row.error for row in read(*sys.argv[1:])])"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "a.html")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        wait_until(
-            lambda: "sandbox.py" in "".join(map(command_line, map(int, children.read_text("utf-8").split()))), 60
-        )
-        os.killpg(process.pid, signal.SIGTERM)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+        def children() -> list[int]:
+            return [int(child) for child in listed.read_text(encoding="utf-8").split()]
+
+        wait_until(lambda: "sandbox.py" in "".join(map(command_line, children())), 60)
+        for each in (process.pid, *children()):
+            os.kill(each, signal.SIGTERM)
         assert process.communicate(timeout=120)[0].split("\n")[:2] == ["signal", "[None]"]
 
 

@@ -462,6 +462,19 @@ def test_a_link_that_leads_nowhere_is_refused_and_stays(tmp_path: Path, name: st
     assert [path.name for path in tmp_path.iterdir() if path.is_symlink()] == [name]
 
 
+@pytest.mark.parametrize("name", ["docs", "docs/report.jsonl"])
+def test_a_place_beyond_a_folder_that_is_missing_is_no_place(tmp_path: Path, name: str) -> None:
+    """With this folder made, it would be a place that holds other files."""
+    (tmp_path / "docs").mkdir()
+    for file in ("report.md", "report.jsonl"):
+        (tmp_path / "docs" / file).write_text("precious", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    folder, merged, file_format = output_places(f"{tmp_path}/absent/../{name}", None)
+    with pytest.raises(ConfigError, match=rf"absent/\.\./{name}.*cannot be used \(No such file or directory\)"):
+        open_folder(folder, merged=merged or folder.join("rows.parquet"), file_format=file_format)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("damage", [lambda content: content[: len(content) // 2], lambda _: b"", lambda _: b"{}\n"])
 def test_a_damaged_part_is_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     with open_folder(tmp_path) as folder:
