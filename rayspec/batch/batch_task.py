@@ -42,7 +42,8 @@ class BatchTask:
         served = (self.served, engine.llm.config.model)
 
         async def complete(row: Row) -> Row:
-            line = BatchLine(**json.loads(row.document or ""))
+            given = json.loads(row.document or "")
+            line = BatchLine(**given | {"text": given["text"].encode()})
             try:
                 return answered(row, await answer(line, engine, served))
             except RayspecError as error:
@@ -63,7 +64,8 @@ def read_requests(path: str) -> list[Row]:
                 if isinstance(line, BatchResult):
                     rows.append(answered(Row(id=line.id, source=line.id), line))
                 else:
-                    rows.append(input_row(line.id, source=line.id, text=json.dumps(asdict(line))))
+                    document = json.dumps(asdict(line) | {"text": line.text.decode()})
+                    rows.append(input_row(line.id, source=line.id, text=document))
     except FILE_ERRORS as error:
         raise ConfigError(f"batch file {path!r} could not be read: {error}") from error
     return rows

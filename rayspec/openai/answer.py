@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rayspec.llm import AsyncEngine
 
 Prompt = tuple[Sequence[int], SamplingParams]
-_MOST_PROMPT_TOKENS = 2**25
+_MOST_PROMPT_TOKENS = 2**23  # each takes 20 bytes
 _MOST_REPEATED_TOKENS = 2**22  # where each completion shows its prompt
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
 LOGPROBS_AT_ONCE = _MOST_LOGPROBS // 2  # of an engine: of one large request, or of several of half its size

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 * 2**20  # as many as a body may have by default
-_LARGE_LINE = 2**20
+LARGE_LINE = 2**20
 _MAX_CUSTOM_ID = 512
 # Line ends for `splitlines` of clients, which JSON allows within strings.
 _LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x85\u2028\u2029"}
@@ -99,18 +99,18 @@ class BatchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLine:
-    """A request of a batch file. digest: the hash in its ids. model: its body's model, if any. text: the line. Its body
-    is not validated yet; parsed, it would take many times as much memory."""
+    """A request of a batch file. digest: the hash in its ids. model: its body's model, if any. text: the line in UTF-8.
+    Its body is not validated yet; parsed, it would take many times as much memory."""
 
     digest: str
     custom_id: str
     url: Url
     model: str | None
-    text: str
+    text: bytes
 
     def request(self) -> Request:
         """Return the validated body. Raises InvalidRequestError."""
-        body = parse_json(self.text.encode())["body"]
+        body = parse_json(self.text)["body"]
         request = ENDPOINTS[self.url].parse(body)
         if request.stream:
             raise InvalidRequestError.of("stream", "not in a batch; leave it out", code="unsupported_value")
@@ -142,29 +142,29 @@ def read_batch(
     custom_id that an earlier line has. lines: of `limited_lines`. source: the file's name, which is part of the ids.
     large: a lock, under which large lines are read: the values of one take some hundred megabytes.
     """
-    seen: set[str] = set()
+    seen: set[str] = set()  # hashes of ids, which are shorter
     for number, line in enumerate(lines, start=1):
         content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if content.strip():
-            with large if large is not None and len(content) > _LARGE_LINE else nullcontext():
+            with large if large is not None and len(content) > LARGE_LINE else nullcontext():
                 found = _read_line(content, number, seen, source)
             yield found
 
 
 def _read_line(content: bytes, number: int, seen: set[str], source: str) -> BatchLine | BatchResult:
-    """seen: the ids of earlier lines, to which that of this line is added."""
+    """seen: the hashes of the ids of earlier lines, to which that of this line is added."""
     custom_id = None
     try:
         row = parse_json(content, max_bytes=MAX_LINE_BYTES)
         name = row.get("custom_id") if isinstance(row, dict) else None
         if isinstance(name, str) and 0 < len(name) <= _MAX_CUSTOM_ID:
             custom_id = name  # errors of the line, too, are reported with it
-            if name in seen:
+            if (digest := _digest(source, name)) in seen:
                 message = f"custom_id {reprlib.repr(name)} is that of an earlier line; each line needs its own"
                 raise InvalidRequestError(  # noqa: TRY301
                     message, param="custom_id", code="duplicate_custom_id"
                 )
-            seen.add(name)
+            seen.add(digest)
         fields = _Fields.parse(row)
     except InvalidRequestError as error:
         failure = BatchError(
@@ -177,7 +177,7 @@ def _read_line(content: bytes, number: int, seen: set[str], source: str) -> Batc
         custom_id=fields.custom_id,
         url=fields.url,
         model=model if isinstance(model, str) else None,
-        text=content.decode().strip(),
+        text=content.strip(),
     )
 
 

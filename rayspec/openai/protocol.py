@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,20 @@ def parsed_bytes(content: bytes) -> int:
     """Return about how many bytes the objects, arrays and items of JSON take in memory. A text of so
     many bytes takes about as long to be read."""
     return _BYTES_OF_ITEM * content.count(b",") + _BYTES_OF_OBJECT * (content.count(b"{") + content.count(b"["))
+
+
+def bytes_in_memory(content: bytes) -> int:
+    """Return about how many bytes the values of JSON take in memory beyond those of its text. A text with one character
+    beyond Latin-1 takes two bytes for each of its characters, with an emoji four."""
+    width = 0
+    if any(bytes((lead,)) in content for lead in range(0xF0, 0xF5)) or _HALF_PAIR.search(content):
+        width = 4
+    elif not content.isascii() or b"\\u" in content:
+        width = 2
+    return parsed_bytes(content) + width * len(content)
+
+
+_HALF_PAIR = re.compile(rb"\\u[dD][89aAbB]")  # an emoji in ASCII
 
 
 def size_of(content: bytes) -> int:

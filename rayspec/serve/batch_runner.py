@@ -9,7 +9,7 @@ import reprlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO, Any, Literal
@@ -18,8 +18,17 @@ import msgspec
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayspec.errors import reason_of
-from rayspec.openai.answer import end_tasks
-from rayspec.openai.batch import FINAL, Batch, BatchError, BatchErrors, BatchLine, BatchResult, RequestCounts
+from rayspec.openai.answer import Limit, end_tasks
+from rayspec.openai.batch import (
+    FINAL,
+    LARGE_LINE,
+    Batch,
+    BatchError,
+    BatchErrors,
+    BatchLine,
+    BatchResult,
+    RequestCounts,
+)
 from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.responses import json_body
 from rayspec.serve.access import BUSY, Places, Refused
@@ -38,7 +47,7 @@ _SWEPT_AGE_S = 3600.0
 _MOST_RUNS = 4  # batches at once; the others wait
 _MOST_CLIENTS = 16  # batches at once if each is the only one of its client, and one more that only has to be ended
 _LINES_AT_ONCE = 1024
-_BYTES_AT_ONCE = 8 * 2**20  # of a batch's lines, and of its results that are not saved yet
+_BYTES_AT_ONCE = 8 * 2**20  # of a batch's lines, of its results that are not saved yet, and of all large lines
 _MOST_LOSSES = 3  # of a line, while no other lost line runs; then the line fails
 _MOST_ERRORS = 100  # reported for an input file
 
@@ -54,6 +63,7 @@ class BatchRunner:
         self._store = BatchStore.at(options.batches)
         self._num_places = {one.model_id: one.engine.num_seqs for one in options.llm_configs}
         self._places = {name: Places(most, leaves_room=False) for name, most in self._num_places.items()}
+        self._large = Limit(_BYTES_AT_ONCE)  # parsed, a line takes several times as much memory
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, tuple[Batch, str]] = {}  # that wait or run, by id, with their clients
         self._ended: set[str] = set()  # the ids of batches
@@ -140,18 +150,19 @@ class BatchRunner:
         handle, places = self._models[model], self._places[model]
         num_running = len(replicas_of(handle.app_name, handle.deployment_name))
         places.resize(self._num_places[model] * max(1, num_running))
-        turn = places.ask(batch_id)
+        turn, size = places.ask(batch_id), len(line.text)
         try:
             await turn
-            while True:
-                try:
-                    found: BatchResult = await fetch(handle.answer.remote(line), Deadline(None))
-                except Refused as refused:  # noqa: PERF203
-                    if refused.error is not BUSY and not isinstance(refused.__cause__, DeploymentUnavailableError):
-                        return refused.error
-                    await asyncio.sleep(1.0)
-                else:
-                    return found
+            async with self._large.admit(size, size) if size > LARGE_LINE else nullcontext():
+                while True:
+                    try:
+                        found: BatchResult = await fetch(handle.answer.remote(line), Deadline(None))
+                    except Refused as refused:  # noqa: PERF203
+                        if refused.error is not BUSY and not isinstance(refused.__cause__, DeploymentUnavailableError):
+                            return refused.error
+                        await asyncio.sleep(1.0)
+                    else:
+                        return found
         finally:
             places.leave(batch_id, turn)
 
@@ -166,7 +177,7 @@ class BatchRun:
     max_lines: int
     answer: Callable[[BatchLine], Awaitable[BatchResult | ApiError]]
     _alone: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _num_characters: int = 0  # of the lines that run
+    _num_bytes: int = 0  # of the lines that run
     _answered: set[str] = field(default_factory=set)
     _num_failed: int = 0
     _unsaved: list[bytes] = field(default_factory=list)
@@ -221,12 +232,12 @@ class BatchRun:
         start_s = saved_s = time.monotonic()
         try:
             while (has_more or running) and not stop.done():
-                is_full = len(running) >= _LINES_AT_ONCE or self._num_characters > _BYTES_AT_ONCE
+                is_full = len(running) >= _LINES_AT_ONCE or self._num_bytes > _BYTES_AT_ONCE
                 if has_more and not (running and is_full):
                     line = await asyncio.to_thread(next, lines, None)
                     has_more = line is not None
                     if line is not None:
-                        self._num_characters += len(line.text)
+                        self._num_bytes += len(line.text)
                         running.add(asyncio.create_task(self._answer_one(line)))
                 else:
                     waits = {*running, stop}
@@ -253,7 +264,7 @@ class BatchRun:
                     found = await self.answer(line)
                     if not isinstance(found, ApiError):
                         break
-        self._num_characters -= len(line.text)
+        self._num_bytes -= len(line.text)
         result = line.result(found.status, json_body(found)) if isinstance(found, ApiError) else found
         self._answered.add(result.id)
         self._num_failed += result.failed

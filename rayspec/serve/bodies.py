@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from fastapi import Request
 
-from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody, parsed_bytes, size_of
+from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody, bytes_in_memory, size_of
 from rayspec.openai.tokenizing import LargeWork
 from rayspec.serve.access import NO_UPGRADE, NOT_JSON, OVERRUN, Admission, Places, Refused, too_large, too_slow
 from rayspec.serve.options import ServeOptions
@@ -57,7 +57,7 @@ class BodyReader:
             raise Refused(NO_UPGRADE if upgrades else too_slow(timeout_s)) from None
         if upgrades and not content:
             raise Refused(NO_UPGRADE)
-        num_bytes = parsed_bytes(content)
+        num_bytes = bytes_in_memory(content)
         if num_bytes > SMALL:
             held.enter_context(self._large.admit(num_bytes, client))
         return await self._parsing.run(partial(kind.read, content), size_of(content), client), content

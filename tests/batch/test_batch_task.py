@@ -20,7 +20,7 @@ def test_a_file_that_cannot_be_read_is_told_by_name(tmp_path: Path) -> None:
 
 def test_answers_and_failures_go_to_their_files(tmp_path: Path) -> None:
     asked = input_row("x", source="x", text=json.dumps({"custom_id": "c"}))
-    line = BatchLine(digest="d", custom_id="a", url="/v1/completions", model=None, text="{}")
+    line = BatchLine(digest="d", custom_id="a", url="/v1/completions", model=None, text=b"{}")
     usage = {"usage": {"prompt_tokens": 5, "completion_tokens": 7}}
     good = answered(asked, line.result(200, json.dumps(usage).encode()))
     bad = answered(asked, line.result(400, b'{"error": {"code": null, "type": "invalid_request_error"}}'))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import tracemalloc
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import MagicMock
@@ -91,6 +92,16 @@ def test_ids_depend_on_the_file_and_the_custom_id_only() -> None:
     assert _ids(lines, "in") == ids
     assert _ids([line_of("3", temperature=0.5)], "in") == ids[4:]
     assert not set(_ids(lines, "out")) & set(ids)
+
+
+def test_few_bytes_are_kept_of_the_lines_before() -> None:
+    """The ids of a file of 100 MB took 100 MB for each batch."""
+    lines = (line_of(f"{number} {500 * chr(0x1F600)}") for number in range(1000))
+    tracemalloc.start()
+    assert sum(isinstance(line, BatchLine) for line in read_batch(lines, source="in")) == 1000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**19
 
 
 def ask(line: BatchLine, engine: Any = None, clock: Callable[[], float] = lambda: 99.9) -> BatchResult:

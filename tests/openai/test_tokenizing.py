@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from rayspec.openai.protocol import InvalidRequestError, size_of
+from rayspec.openai.protocol import InvalidRequestError, bytes_in_memory, parse_json, size_of
 from rayspec.openai.requests import ChatRequest, CompletionRequest
 from rayspec.openai.tokenizing import DetokenizeRequest, LargeWork, Messages, TokenizeRequest, in_thread_if_large
 from rayspec.prompts import Rendering, conversation_tokens
@@ -190,6 +191,15 @@ def test_work_that_nobody_waits_for_holds_nothing() -> None:
         await first
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("letter", ["a", "é", "€", "\N{GRINNING FACE}"])
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_the_memory_of_a_text_is_that_of_its_widest_character(letter: str, is_ascii: bool) -> None:
+    """A body of 16 MB with an emoji was counted as 16 MB, and took 64 more."""
+    content = json.dumps("a" * 10_000 + letter, ensure_ascii=is_ascii).encode()
+    assert bytes_in_memory(content) + len(content) >= sys.getsizeof(parse_json(content)) - 100
+    assert bytes_in_memory(content) == 0 or letter != "a"
 
 
 def test_the_size_of_what_is_to_be_tokenized() -> None:

@@ -314,6 +314,28 @@ def test_lines_are_those_of_the_replicas_that_run_now_and_batches_take_turns(
     assert store.batch(first.id).request_counts.completed == 50
 
 
+def test_large_lines_of_all_batches_run_within_one_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four of 16 MB with an emoji, one of each batch, took 640 MB in a replica."""
+    monkeypatch.setattr("rayspec.serve.batch_runner.LARGE_LINE", 1000)
+    monkeypatch.setattr("rayspec.serve.batch_runner._BYTES_AT_ONCE", 3000)
+    store = BatchStore.at(str(tmp_path / "kept"))
+    for name in "abc":
+        new_batch(store, [f"large {name}"], prompt="x" * 2000)
+    new_batch(store, ["small"])
+
+    async def work() -> None:
+        model = Model()
+        runner = BatchRunner(options_of(tmp_path), {"demo": model})
+        await until(lambda: len(model.asked) == 2)
+        await asyncio.sleep(0.2)
+        assert sorted(line.custom_id[:5] for line in model.asked) == ["large", "small"]
+        model.go.set()
+        await until(lambda: statuses(store)["completed"] == 4)
+        runner.__del__()
+
+    asyncio.run(work())
+
+
 def test_long_lines_are_read_as_they_run(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """No more of them are in memory than their bytes allow."""
     monkeypatch.setattr("rayspec.serve.batch_runner._BYTES_AT_ONCE", 2**20)
@@ -344,7 +366,7 @@ def test_long_lines_are_read_as_they_run(store: BatchStore, monkeypatch: pytest.
 
 def test_of_a_large_result_little_is_read(store: BatchStore) -> None:
     batch = new_batch(store, NAMES[:1])
-    line = BatchLine(digest="a", custom_id="a", url="/v1/completions", model=None, text="")
+    line = BatchLine(digest="a", custom_id="a", url="/v1/completions", model=None, text=b"")
     store.add_results(batch.id, [line.result(200, b"[%s{}]" % (b"{}," * 100_000)).json_line().encode()])
     tracemalloc.start()
     assert [(name, failed) for name, failed, _ in store.results(batch.id)] == [(line.id, False)]
