@@ -1,6 +1,7 @@
 """LoRA adapters, saved by peft: each text is that of the model into which peft has merged its adapter."""
 
 import asyncio
+import copy
 import json
 import re
 from collections.abc import Sequence
@@ -130,7 +131,7 @@ def test_the_folder_of_an_adapter_is_its_base_model_with_it(folder: Path, tmp_pa
 
 def test_the_folder_of_an_adapter_may_have_a_tokenizer(folder: Path, tmp_path: Path) -> None:
     """As training saves it, with the chat template of its texts."""
-    place, tokenizer = changed(adapters("llama", folder)["a"], tmp_path / "a"), demo_tokenizer()
+    place, tokenizer = changed(adapters("llama", folder)["a"], tmp_path / "a"), copy.deepcopy(demo_tokenizer())
     tokenizer.chat_template = "{{ messages[0].content }}"
     tokenizer.save_pretrained(place)
     with LLM(place, **OPTIONS, speculation={"strategy": "ar"}) as llm:
