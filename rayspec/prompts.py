@@ -130,6 +130,18 @@ def text_tokens(prompt: object, tokenizer: Any, **options: Any) -> list[int]:
         return list(tokenizer(prompt, **options)["input_ids"])
 
 
+@lru_cache(maxsize=256)  # those of many take 40 ms, so the endpoint asks before the engine's thread does
+def bad_word_tokens(words: tuple[str, ...], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the tokens of each word, and of the same word after a space where these end in others. Spaces before a
+    word are left out, as in vLLM, but not those of a word that has nothing else."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        text = word.lstrip() or word
+        plain, spaced = (tuple(text_tokens(space + text, tokenizer, add_special_tokens=False)) for space in ("", " "))
+        found += [plain] if spaced[1:] == plain else [plain, spaced]
+    return tuple(tokens for tokens in found if tokens)
+
+
 @contextmanager
 def naming_tokenizer(problem: str = "refuses the prompt") -> Iterator[None]:
     """Raise what a tokenizer, which may be anybody's code, raises as RequestError."""

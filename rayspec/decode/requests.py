@@ -12,7 +12,6 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -25,7 +24,7 @@ from rayspec.decode.work import DecodingParams, GenerationDefaults
 from rayspec.forms.grammar import Constraint, Grammars
 from rayspec.model.kv_cache import PageHash, PageTable
 from rayspec.model.rows import RowSpan
-from rayspec.prompts import text_tokens, truncated
+from rayspec.prompts import bad_word_tokens, text_tokens, truncated
 from rayspec.types import (
     CompletionOutput,
     EmptyPromptError,
@@ -254,18 +253,6 @@ def admitted_tokens(request: Request, model: ModelInfo) -> list[int]:
             f"prompt token {foreign[0]} is outside the vocabulary of {model.vocab_size}: use the model's own tokenizer"
         )
     return token_ids
-
-
-@lru_cache(maxsize=16)  # a request for many prompts asks for each
-def bad_word_tokens(words: tuple[str, ...], tokenizer: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the tokens of each word, and of the same word after a space where these end in others. Spaces before a
-    word are left out, as in vLLM, but not those of a word that has nothing else."""
-    found: list[tuple[int, ...]] = []
-    for word in words:
-        text = word.lstrip() or word
-        plain, spaced = (tuple(text_tokens(space + text, tokenizer, add_special_tokens=False)) for space in ("", " "))
-        found += [plain] if spaced[1:] == plain else [plain, spaced]
-    return tuple(tokens for tokens in found if tokens)
 
 
 def _integer(token: Any) -> int:

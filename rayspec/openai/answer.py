@@ -18,7 +18,7 @@ from rayspec.openai.requests import ChatRequest, CompletionRequest, Input, Reque
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
 from rayspec.openai.tokenizing import check_tokens, in_thread_if_large, prompt_tokens
 from rayspec.openai.tools import ToolUse
-from rayspec.prompts import REASONING, Rendering, chat_template
+from rayspec.prompts import REASONING, Rendering, bad_word_tokens, chat_template
 from rayspec.structured import MOST_TOKENS_OF_THINK, THINK
 from rayspec.types import ConfigError, EmptyPromptError, RequestError, RequestOutput
 
@@ -31,6 +31,7 @@ _MOST_REPEATED_TOKENS = 2**22  # where each completion shows its prompt
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
 LOGPROBS_AT_ONCE = _MOST_LOGPROBS // 2  # of an engine: of one large request, or of several of half its size
 _FEW_LOGPROBS = 5_000
+_CHARACTERS_OF_BAD_WORD = 100  # which take as long to be tokenized
 _NOT_WAITING = 4  # clients at once, each within such a part of a limit
 
 
@@ -192,6 +193,9 @@ async def _prompts(
     rendering = request.rendering if tool_use is None else tool_use.rendering(request.rendering)
     num_characters, prompts, info = request.num_characters, list[Prompt](), engine.client.info
     params: dict[int, SamplingParams] = {}
+    if request.bad_words:  # the engine's thread, which all requests share, finds them then
+        work: Callable[[], Any] = partial(bad_word_tokens, tuple(request.bad_words), engine.client.tokenizer)
+        await in_thread_if_large(work, _CHARACTERS_OF_BAD_WORD * len(request.bad_words), engine.client_name)
     # One after the other, so that prompts of other requests come in between.
     for prompt in await in_thread_if_large(lambda: request.prompts, num_characters, engine.client_name):
         await asyncio.sleep(0)  # small ones are tokenized here

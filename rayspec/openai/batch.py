@@ -110,8 +110,8 @@ class BatchLine:
 
     def request(self) -> Request:
         """Return the validated body. Raises InvalidRequestError."""
-        body = parse_json(self.text)["body"]
-        request = ENDPOINTS[self.url].parse(body)
+        kind = ENDPOINTS[self.url]
+        request = kind.parse(parse_json(self.text, most_items=kind.most_items)["body"])
         if request.stream:
             raise InvalidRequestError.of("stream", "not in a batch; leave it out", code="unsupported_value")
         return request

@@ -47,14 +47,14 @@ def invalid(field: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError("invalid_value", "{problem}", {"problem": problem, "field": field})
 
 
-def parse_json(content: bytes, *, max_bytes: int | None = None) -> Any:
+def parse_json(content: bytes, *, max_bytes: int | None = None, most_items: int = _MOST_ITEMS) -> Any:
     """Parse JSON. Raises InvalidRequestError, also for invalid UTF-8, half a surrogate pair, and NaN (not in JSON), for
     more than 200 levels, for more objects, arrays and fields than any request needs, for a key that stands twice in an
-    object, and for more than `max_bytes`."""
+    object, and for more than `max_bytes` or `most_items`."""
     if max_bytes is not None and len(content) > max_bytes:
         raise InvalidRequestError(f"more than {max_bytes} bytes", code="request_too_large", status=413)
-    if _has_more(_MOST_PARTS, _PARTS, content) or _has_more(_MOST_ITEMS, _ITEMS, content):
-        message = f"more than {_MOST_PARTS} objects, arrays and fields, or {_MOST_ITEMS} items: split the request"
+    if _has_more(_MOST_PARTS, _PARTS, content) or _has_more(most_items, _ITEMS, content):
+        message = f"more than {_MOST_PARTS} objects, arrays and fields, or {most_items} items: split the request"
         raise InvalidRequestError(message, code="request_too_large", status=413)
     try:
         found = from_json(content, allow_inf_nan=False)
@@ -169,13 +169,15 @@ Refusals = Mapping[str, Sequence[Any]]
 class StrictBody(pydantic.BaseModel):
     """An object of the protocol. A field that is null counts as left out, known or not, at every depth. refused:
     unsupported fields. ignored: fields that change no text, whatever their value. Each list that may be long fails at
-    its first invalid item (`fail_fast`): pydantic would collect an error of a kilobyte for each."""
+    its first invalid item (`fail_fast`): pydantic would collect an error of a kilobyte for each. most_items: of all
+    arrays."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
     refused: ClassVar[Refusals] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
+    most_items: ClassVar[int] = _MOST_ITEMS
 
     @model_validator(mode="before")
     @classmethod
@@ -202,7 +204,7 @@ class StrictBody(pydantic.BaseModel):
     @classmethod
     def read(cls, content: bytes) -> Self:
         """Parse and validate JSON. Raises InvalidRequestError."""
-        return cls.parse(parse_json(content))
+        return cls.parse(parse_json(content, most_items=cls.most_items))
 
     @classmethod
     def parse(cls, body: object) -> Self:

@@ -28,7 +28,8 @@ _MAX_MESSAGES = 2048
 _MESSAGE_CHARACTERS = 200  # names, and what a template adds
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
-_MAX_ALLOWED_TOKENS = 2**22  # of all sequences: the engine reads them for each
+_MAX_ALLOWED_TOKENS = 2**19  # of all sequences: the engine's thread reads them for each, more than any vocabulary
+_MOST_ITEMS_OF_CHAT = _MAX_ALLOWED_TOKENS + 100_000  # a million items of messages take more than a second
 _MAX_BAD_CHARACTERS = 2**13  # the engine's thread tokenizes them, and compares the end of the text with them
 
 _PLAINLY = Rendering()
@@ -170,8 +171,7 @@ class GenerationRequest(StrictBody):
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[int], FewTokens] | None = None
     bad_words: Annotated[list[Stop], Field(max_length=256, fail_fast=True)] | None = None
-    # more than any vocabulary
-    allowed_token_ids: Annotated[list[int], Field(max_length=2**19, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[int], Field(max_length=_MAX_ALLOWED_TOKENS, fail_fast=True)] | None = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
@@ -308,6 +308,7 @@ class ChatRequest(GenerationRequest):
         "verbosity": ("medium",),
         "web_search_options": (),
     }
+    most_items = _MOST_ITEMS_OF_CHAT
     messages: Conversation
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False

@@ -18,7 +18,7 @@ from pydantic import model_validator
 from typing_extensions import Self
 
 from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid
-from rayspec.openai.requests import Conversation, TokenIds, Tools, check_served, rendering_of
+from rayspec.openai.requests import ChatRequest, Conversation, TokenIds, Tools, check_served, rendering_of
 from rayspec.prompts import InvalidMessageError, Rendering, conversation_text, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
 
@@ -149,6 +149,7 @@ class TokenizeRequest(StrictBody):
     """The body of /tokenize: a text, or a conversation that goes through the chat template."""
 
     refused: ClassVar[Refusals] = {"chat_template": (), "mm_processor_kwargs": ({},)}
+    most_items = ChatRequest.most_items
 
     model: str | None = None
     prompt: str | None = None

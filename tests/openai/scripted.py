@@ -33,7 +33,7 @@ class ScriptedEngine:
         self.num_asked = self.num_open = 0
         config = SimpleNamespace(kv_cache_tokens=512, tool_call_parser=None, reasoning_parser=None, lora_modules={})
         defaults = SimpleNamespace(max_new_tokens=None)
-        self.client = SimpleNamespace(info=SimpleNamespace(config=config, defaults=defaults))
+        self.client = SimpleNamespace(info=SimpleNamespace(config=config, defaults=defaults), tokenizer=self.tokenizer)
         self.llm = SimpleNamespace(config=config, chat_tokens=self.chat_tokens)
 
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], rendering: Rendering) -> list[int]:

@@ -15,7 +15,7 @@ import openai.types as official
 import openai.types.chat as official_chat
 import pytest
 
-from rayspec import LLM, demo
+from rayspec import LLM, demo, prompts
 from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
@@ -239,6 +239,24 @@ def test_what_takes_too_much_memory_is_refused(
         run(answer_module._prompts(parsed(asked), engine))
     for less in fewer:
         assert run(answer_module._prompts(parsed(asked | less), engine))
+
+
+def test_bad_words_are_tokenized_before_the_engine_has_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread took 40 ms for those of each request: of 400 requests, others waited 16 s."""
+    engine, threads, first = ScriptedEngine(), list[str](), prompts.text_tokens
+
+    def noted(*given: Any, **options: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return first(*given, **options)
+
+    monkeypatch.setattr(prompts, "text_tokens", noted)
+    words = [f"{time.monotonic_ns()} {number}" for number in range(256)]
+    run(answer_module._prompts(parsed(TEXT | {"bad_words": words}), engine))
+    assert len(threads) >= 512
+    assert threading.current_thread().name not in threads[:512]
+    del threads[:]
+    assert len(prompts.bad_word_tokens(tuple(words), engine.client.tokenizer)) >= 256
+    assert not threads
 
 
 def test_a_chat_shows_the_logprobs_of_its_prompt_once(engine: AsyncEngine) -> None:
