@@ -63,6 +63,10 @@ class LargeWork:
             return await asyncio.wrap_future(result)
         finally:
             held.clear()
+            del (
+                work,
+                result,
+            )  # an error would hold itself, this frame and all bodies in it until the garbage is collected
 
     def _run_next(self) -> None:
         with self._lock:
@@ -78,6 +82,8 @@ class LargeWork:
             result.set_result(held[0]())
         except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             result.set_exception(error)
+        finally:
+            del result  # as above
         time.sleep(min(time.monotonic() - start_s, _LONGEST_PAUSE_S))
 
 
