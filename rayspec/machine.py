@@ -24,6 +24,7 @@ _ROOT = Path("/")
 # deadline and period. Policies with shares of a core. The longest turn that the kernel allows, in nanoseconds.
 _SCHEDULING = {"x86_64": (314, 315), "aarch64": (274, 275)}
 _ATTRIBUTES = struct.Struct("IIQiIQQQ")
+_MMAP_THRESHOLD = -3  # of mallopt
 _FAIR, _LONGEST_TURN_NS = (0, 3), 100_000_000
 _PAGES = {"MemTotal": "PHYS", "MemAvailable": "AVPHYS"}
 # Memory that the kernel takes back when somebody needs it, by version of control groups.
@@ -44,6 +45,13 @@ def keep_loaded() -> None:
     process that keeps it until its end."""
     gc.collect()
     gc.freeze()
+
+
+def return_large_blocks() -> None:
+    """Have glibc give blocks of 1 MiB or more back to the system as soon as they are freed. By default it keeps them,
+    of up to 32 MiB each, once one was freed. Not for a process that computes: new memory is slow at first."""
+    with suppress(OSError, AttributeError):  # another system or C library
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**20)
 
 
 def ray_address() -> str | None:

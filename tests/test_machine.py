@@ -2,6 +2,8 @@
 
 import os
 import pwd
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -173,6 +175,27 @@ def test_gpus_of_both_makers_are_seen_unless_they_are_hidden(
         monkeypatch.delenv(f"{name}_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(variable, "-1")
     assert has_gpu(tmp_path) == has
+
+
+_FREES_LARGE_BLOCKS = """
+import platform, sys
+from rayspec.machine import return_large_blocks
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+if platform.libc_ver()[0] == "glibc":
+    return_large_blocks()
+    bytes(b"x" * 2**23)
+    before, large, small = resident(), [], []
+    for _ in range(20):
+        large.append(b"x" * 2**22)
+        small.append(b"x" * 2**16)
+    del large
+    sys.exit(resident() - before > 2**24)
+"""
+
+
+def test_large_blocks_go_back_to_the_system_when_they_are_freed() -> None:
+    assert subprocess.run([sys.executable, "-c", _FREES_LARGE_BLOCKS], check=False).returncode == 0
 
 
 def test_a_user_without_a_home_is_told_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

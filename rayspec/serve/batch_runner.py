@@ -18,6 +18,7 @@ import msgspec
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayspec.errors import reason_of
+from rayspec.machine import return_large_blocks
 from rayspec.openai.answer import Limit, end_tasks
 from rayspec.openai.batch import (
     FINAL,
@@ -58,6 +59,7 @@ class BatchRunner:
 
     def __init__(self, options: ServeOptions, models: Mapping[str, Any]) -> None:
         assert options.batches is not None
+        return_large_blocks()
         self._max_lines, self._models = options.max_batch_lines, dict(models)
         self._model_of = options.model_of
         self._store = BatchStore.at(options.batches)
