@@ -12,8 +12,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -153,9 +153,13 @@ def in_thread_of_its_own(work: Callable[[], T]) -> T:
         found = result.result()
     except (KeyboardInterrupt, SystemExit):  # a Python that ends while a thread is inside torch aborts
         until = time.monotonic() + _MAX_OPERATOR_S
-        while thread.is_alive() and time.monotonic() < until:  # Python drops an exception that meets a finalizer
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-            thread.join(_INTERRUPT_AGAIN_S)
+        while thread.is_alive() and not result.done() and time.monotonic() < until:
+            # Python drops an exception that meets a finalizer. An interrupt of `join` would count the thread as ended.
+            with suppress(KeyboardInterrupt, SystemExit):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+                )
+                wait([result], _INTERRUPT_AGAIN_S)
         raise
     thread.join()
     return found

@@ -122,6 +122,7 @@ def test_an_interrupt_ends_the_work_too() -> None:
             os.kill(os.getpid(), signal.SIGINT)  # to the main thread
             with suppress(SystemExit):
                 _sleep()
+            os.kill(os.getpid(), signal.SIGINT)  # again
             _sleep()
         finally:
             ended.set()
