@@ -95,8 +95,9 @@ class FormChecker:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
+    """End the process. In a copy of the process that started it, by a fork, only close its pipes."""
+    with suppress(BrokenPipeError), process:  # does not wait for the end of its output, which a copy would never see
+        process.kill()
 
 
 def parser_limits(grammar: str) -> LLParserLimits:

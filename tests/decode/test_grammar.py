@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -609,6 +610,25 @@ def test_few_compiled_forms_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(most):
         grammars.compiled(StructuredOutputsParams(regex=f"a{number}")).result()
     wait_until(lambda: gone() is None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_ends_and_leaves_the_compiling_to_the_first() -> None:
+    checker, form = FormChecker(), dataclasses.asdict(StructuredOutputsParams(regex="a+")) | {"marks": {}}
+    grammar, _ = checker.grammar(form)
+    process = checker._own.process
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # ends it if it waits for the end of the other process
+        del checker
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert checker.grammar(form)[0] == grammar
+    assert checker._own.process is process
+    del checker
+    assert process.returncode is not None
 
 
 def test_many_choices_and_properties() -> None:
