@@ -63,10 +63,8 @@ class LargeWork:
             return await asyncio.wrap_future(result)
         finally:
             held.clear()
-            del (
-                work,
-                result,
-            )  # an error would hold itself, this frame and all bodies in it until the garbage is collected
+            # An error would hold itself, this frame and all bodies in it until the garbage is collected.
+            del work, result
 
     def _run_next(self) -> None:
         with self._lock:
