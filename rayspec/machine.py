@@ -47,6 +47,12 @@ def keep_loaded() -> None:
     gc.freeze()
 
 
+def switch_threads_often() -> None:
+    """Let a thread wait 0.5 ms for another's Python code, in place of 5. An event loop and an engine wait at each of
+    their many steps while other threads parse and tokenize."""
+    sys.setswitchinterval(0.0005)
+
+
 def return_large_blocks() -> None:
     """Have glibc give blocks of 1 MiB or more back to the system as soon as they are freed. By default it keeps them,
     of up to 32 MiB each, once one was freed. Not for a process that computes: new memory is slow at first."""

@@ -18,7 +18,7 @@ from rayspec.openai.tokenizing import LargeWork
 from rayspec.serve.access import NO_UPGRADE, NOT_JSON, OVERRUN, Admission, Places, Refused, too_large, too_slow
 from rayspec.serve.options import ServeOptions
 
-_LARGE_BODIES = 8  # of the largest size, in memory at once; bodies of at most SMALL bytes do not count
+_LARGE_BODIES = 6  # of the largest size, in memory at once; bodies of at most SMALL bytes do not count
 SMALL = 2**16
 _JSON, _FORM = "application/json", "multipart/form-data"
 _UPGRADE_TIMEOUT_S = 5.0  # Serve's proxy loses the body of a request for an upgrade, and never ends it

@@ -20,7 +20,7 @@ from rayspec.command.terminal import load_llm
 from rayspec.decode.drafting.lookup import OwnedText
 from rayspec.decode.engine import Engine
 from rayspec.llm import AsyncEngine
-from rayspec.machine import keep_loaded
+from rayspec.machine import keep_loaded, switch_threads_often
 from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import LOGPROBS_AT_ONCE, Limit, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
@@ -58,6 +58,7 @@ class ModelServer:
             _logger.warning("model %r cannot be loaded: %s", config.model_id, error)
             raise
         keep_loaded()
+        switch_threads_often()
         self._metrics: EngineMetrics | None = None
         self._engine = AsyncEngine(llm)
         if config.log_engine_metrics:

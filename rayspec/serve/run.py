@@ -16,7 +16,7 @@ from ray import serve
 
 from rayspec.command.terminal import exit_on_sigterm, say
 from rayspec.demo import BUNDLED, local_path
-from rayspec.machine import keep_loaded, ray_address, return_large_blocks
+from rayspec.machine import keep_loaded, ray_address, return_large_blocks, switch_threads_often
 from rayspec.ray_session import ray_session
 from rayspec.serve.access import ANY, ApiKeys, is_loopback
 from rayspec.serve.app import bind_models, bind_runner, model_deployment, with_sizes
@@ -138,6 +138,7 @@ def _serve(options: ServeOptions, address: Address, listener: socket.socket, ann
     timeouts = {"header_timeout_s": options.header_timeout_s, "write_timeout_s": options.body_timeout_s}
     keep_loaded()
     return_large_blocks()
+    switch_threads_often()
     with http_server(build_app(ingress), listener, **timeouts) as server:
         exit_on_sigterm()
         with suppress(SystemExit, KeyboardInterrupt):
