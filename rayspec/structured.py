@@ -72,6 +72,12 @@ class StructuredOutputsParams:
         num_characters = len(repr((self.json, self.regex, self.choice, self.grammar, self.whitespace_pattern)))
         if num_characters > MAX_CHARACTERS:
             raise ConfigError(f"structured_outputs: {given[0]} has more than {MAX_CHARACTERS} characters: shorten it")
+        of_form: Any = (self.json, self.regex, self.grammar, self.whitespace_pattern, *(self.choice or ()))
+        try:
+            "".join(filter(None, of_form)).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ConfigError(f"structured_outputs: {given[0]} has half a character ({half!a}): leave it out") from None
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> StructuredOutputsParams:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -132,21 +133,16 @@ class Processor:
         self._task: RowTask = PreparedRowTask(settings=Settings(engine=config.engine, sampling=SamplingParams()))
         self._functions = preprocess, postprocess
         self._supervisor: Any = None
+        self._starts = _StartLock()
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
         """Return the completed rows. Raises ConfigError for a dataset with a column of the same name as one that the
         processor adds; CheckpointError, PlacementError, EngineDeadError if no engine starts."""
         schema = dataset.schema(fetch_if_missing=False)
         _check_names(schema.names if schema is not None else ())
-        if self._supervisor is None:
-            supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
-            try:
-                with errors_of_actor():
-                    ray.get(supervisor.begin.remote())
-            except BaseException:
-                ray.kill(supervisor)
-                raise
-            self._supervisor = supervisor
+        with self._starts.lock:
+            if self._supervisor is None:
+                self._supervisor = self._started()
         client: Any = RowClient
         num_blocks = self._config.num_concurrent_batches
         return (
@@ -161,6 +157,17 @@ class Processor:
                 num_cpus=0.0,  # the client only waits; a machine with one CPU needs all of it for Ray Data's tasks
             )
         )
+
+    def _started(self) -> Any:
+        """Return the supervisor of a new engine, which is ready. Raises as a call does."""
+        supervisor = start_supervisor(RowEngineFactory(self._task), max_restarts=self._config.max_engine_restarts)
+        try:
+            with errors_of_actor():
+                ray.get(supervisor.begin.remote())
+        except BaseException:
+            ray.kill(supervisor)
+            raise
+        return supervisor
 
     def shutdown(self) -> None:
         """End the engine. Rows that are not done fail. Repeated calls do nothing. Never raises."""
@@ -177,6 +184,16 @@ class Processor:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+class _StartLock:
+    """A lock, of which a copy in another process is a new one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()
 
 
 class RowClient:

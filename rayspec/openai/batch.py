@@ -148,6 +148,7 @@ def read_batch(
         if content.strip():
             with large if large is not None and len(content) > LARGE_LINE else nullcontext():
                 found = _read_line(content, number, seen, source)
+            del line, content  # the reader may wait long before the next
             yield found
 
 

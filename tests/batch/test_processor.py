@@ -1,7 +1,9 @@
 """The processor on a real Ray, with the bundled model."""
 
 import gc
+import pickle
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,19 @@ def test_a_pipeline_whose_engine_is_killed_leaves_nothing_behind(tmp_path: Path)
         assert [row[ERROR_COLUMN] for row in rows.values()] == [""] * 30
         assert num_groups() == 1
     assert num_groups() == 0
+
+
+@pytest.mark.exhaustive
+def test_first_calls_of_two_threads_start_one_engine(processor: Processor) -> None:
+    processor.shutdown()
+    wait_until_all_is_free()
+    copied = pickle.loads(pickle.dumps(processor))
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: by_id(copied(texts(5))), range(2)))
+    assert [len(rows) for rows in found] == [5, 5]
+    assert sum(name.startswith("rayspec-engine-") for name in ray.util.list_named_actors()) == 1
+    copied.shutdown()
+    wait_until_all_is_free()
 
 
 @pytest.mark.exhaustive
