@@ -41,6 +41,7 @@ from rayspec.types import (
 )
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15
+Account = tuple[bool, str]  # whether sequences are of the background, and their client
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,6 +99,10 @@ class SequenceState:
     def prefilled(self) -> bool:
         """Whether the sequence can take part in a round: all its tokens except the newest are in the KV cache."""
         return len(self.token_ids) - 1 == self.num_computed >= self.num_prompt_tokens
+
+    @property
+    def account(self) -> Account:
+        return self.background, self.client
 
     @property
     def may_sample(self) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rayspec.decode.requests import SequenceState
+from rayspec.decode.requests import Account, SequenceState
 from rayspec.decode.work import Chunk
 from rayspec.model.kv_cache import PAGE_SIZE, PageHash, PagePool, PageTable, WindowedPages, extend_hashes
 
@@ -33,7 +33,7 @@ class KVManager:
         self.windowed = windowed
         self._shares_pages = shares_pages
         self._chunk_grid = chunk_grid
-        self._in_work: dict[PageHash, SequenceState] = {}  # pages that a sequence is about to fill
+        self._in_work: dict[tuple[Account, PageHash], SequenceState] = {}  # pages that a sequence is about to fill
 
     @property
     def num_slots(self) -> int:
@@ -64,14 +64,13 @@ class KVManager:
         return pages[:num_usable]
 
     def is_in_work(self, sequence: SequenceState) -> bool:
-        """Return whether another sequence is filling the first page of this sequence that cannot be found yet. What a
-        background sequence fills takes too long for others."""
+        """Return whether another sequence of the account is filling the first page of this sequence that cannot be
+        found yet. Those of other accounts may be read much later."""
         if sequence.wants_prompt_logprobs:
             return False
         hashes = self._hashes(sequence, (sequence.num_tokens - 1) // PAGE_SIZE)
         num_found = len(self.pool.find(hashes))
-        other = self._in_work.get(hashes[num_found]) if num_found < len(hashes) else None
-        return other is not None and (sequence.background or not other.background)
+        return num_found < len(hashes) and (sequence.account, hashes[num_found]) in self._in_work
 
     def begin(self, sequence: SequenceState, pages: Sequence[int]) -> None:
         """Make the pages that `find` returned the sequence's first pages. It is about to fill the other full pages."""
@@ -80,7 +79,7 @@ class KVManager:
             self.windowed.share(sequence.windowed_table, self._hashes(sequence, len(pages)))
         sequence.num_computed = sequence.table.capacity
         for one in self._hashes(sequence, sequence.num_tokens // PAGE_SIZE):
-            self._in_work.setdefault(one, sequence)
+            self._in_work.setdefault((sequence.account, one), sequence)
 
     def grow(self, sequence: SequenceState, num_pages: int, room: int) -> bool:
         has_grown = num_pages <= sequence.table.end or self.pool.grow(sequence.table, num_pages, room)
@@ -125,8 +124,8 @@ class KVManager:
 
     def _give_up(self, sequence: SequenceState, hashes: Sequence[PageHash]) -> None:
         for one in hashes:
-            if self._in_work.get(one) is sequence:
-                del self._in_work[one]
+            if self._in_work.get((sequence.account, one)) is sequence:
+                del self._in_work[sequence.account, one]
 
     def _hashes(self, sequence: SequenceState, num_pages: int) -> list[PageHash]:
         """Return the hashes of the first `num_pages` pages of the sequence, which must be full; [] if none are shared.
@@ -172,21 +171,22 @@ class Scheduler:
     """Continuous batching over the pages of one KV cache. When no page is left, the youngest sequence is preempted.
 
     Clients take turns: the next sequence is the first of the client that has the fewest running; of several, not of the
-    last client that got a place. A client that has none takes the place of the youngest sequence of the client that has
-    most, unless that is its only one. Of half the prompt tokens of a step, clients have equal shares. Another client's
-    request may come while a step runs: if requests have clients, a step has at most half of `max_prefill_tokens`, and a
-    quarter if they have several.
+    last client that got a place. It takes the place of the youngest sequence of the client that has most, if that is at
+    least two more than its own client has. Of half the prompt tokens of a step, clients have equal shares. Another
+    client's request may come while a step runs: if requests have clients, a step has at most half of
+    `max_prefill_tokens`, and a quarter if they have several.
 
     Sequences of background requests wait behind the others, and are preempted first, also for others that wait. They
     are admitted while less than three quarters of `max_num_seqs` run. The last of them that runs is kept, and while
     none runs, the first keeps its place among the others, so that at least one goes on under any load. Prompts of
-    others are read before theirs, which have a quarter of a step then.
+    others are read before theirs, which have a quarter of a step then. Their clients take turns in the same way.
 
     Running sequences are divided into `num_cohorts` cohorts, which are scheduled one at a time and run independently; a
     cohort with work under way is not changed. lookahead: how many tokens after its newest token a sequence may write in
     a round. num_beside: how many further rows, the branches of a tree; fewer if the pages run out. chunk_grid: prompts
     are cut at its multiples and each chunk runs alone, so that chunk shapes do not depend on other sequences.
-    shares_pages: if several waiting sequences have a common prefix, one computes its pages and the others wait for it.
+    shares_pages: if several waiting sequences of a client have a common prefix, one computes its pages and the others
+    wait for it.
     A sequence that may not sample yet sits a step out.
     """
 
@@ -205,8 +205,8 @@ class Scheduler:
     ) -> None:
         self.kv = KVManager(num_slots, windowed, shares_pages=shares_pages, chunk_grid=chunk_grid)
         self.waiting: deque[SequenceState] = deque()  # by arrival
-        self._num_waiting: Counter[str] = Counter()  # of each client, without the background
-        self._newest_client = ""  # the last that got a place
+        self._num_waiting: Counter[Account] = Counter()
+        self._newest: Account = False, ""  # the last that got a place
         self.running: list[SequenceState] = []
         self._max_num_seqs = max_num_seqs
         self._max_beside_background = max(1, int(_BACKGROUND_SHARE * max_num_seqs))
@@ -260,7 +260,7 @@ class Scheduler:
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled and sequence.may_sample]
         clients = {sequence.client for sequence in members if not sequence.background}
-        share = (4 if len(clients) > 1 else 2) if any(sequence.client for sequence in members) else 1
+        share = 4 if len(clients) > 1 else 2 if any(clients) else 1
         most = most_of_background = -(-self._max_prefill_tokens // share)
         if step.decode:
             with_round, with_streams = (
@@ -286,25 +286,31 @@ class Scheduler:
                 return
             if self.kv.is_in_work(sequence):
                 continue
-            while len(self.running) >= self._max_num_seqs or len(self.members(cohort)) >= self._max_cohort_seqs:
-                if not self._give_way(sequence, cohort, step):
-                    return
-            num_background = sum(one.background for one in self.running)
-            has_room = len(self.running) < self._max_beside_background or not num_background
-            if sequence.background and not has_room:
-                continue
+            if not self._has_place(sequence, cohort, step):
+                if sequence.background:
+                    continue
+                return
             pages = self.kv.find(sequence)
             while not self._has_pages(sequence, pages):
                 if not self._give_way(sequence, cohort, step):
                     return
                 pages = self.kv.find(sequence)
             self._leave(sequence)
-            self._newest_client = sequence.client
+            self._newest = sequence.account
             self.running.append(sequence)
             self.kv.begin(sequence, pages)
             self._grow(sequence)
             sequence.cohort = cohort
             step.admitted.append(sequence)
+
+    def _has_place(self, sequence: SequenceState, cohort: int, step: Step) -> bool:
+        """Return whether one more sequence may run, also after others have given way to it."""
+        is_beside = sequence.background and any(one.background for one in self.running)
+        most = self._max_beside_background if is_beside else self._max_num_seqs
+        while len(self.running) >= most or len(self.members(cohort)) >= self._max_cohort_seqs:
+            if not self._give_way(sequence, cohort, step):
+                return False
+        return True
 
     def _has_pages(self, sequence: SequenceState, found: Sequence[int]) -> bool:
         """Return whether a sequence with these pages can be admitted. While others run, a few more must be free,
@@ -319,30 +325,30 @@ class Scheduler:
         if len(self._num_waiting) < 2:
             return list(itertools.islice(self.waiting, self._max_num_seqs))
         held, ranked, last = self._num_running, [], (0, False)
-        for sequence in itertools.islice(self.waiting, self._first_of_background):
-            rank = held[sequence.client], sequence.client == self._newest_client
-            last = max(last, rank) if not sequence.background else last
-            ranked.append((last if sequence.background else rank, sequence))
-            held[sequence.client] += not sequence.background
-        ranked.sort(key=lambda one: one[0])
-        background = itertools.islice(self.waiting, len(ranked), None)
-        return [*(one for _, one in ranked), *background][: self._max_num_seqs]
+        num_ahead = self._first_of_background
+        for place, sequence in enumerate(self.waiting):
+            rank = held[sequence.account], sequence.account == self._newest
+            held[sequence.account] += 1
+            if place < num_ahead and sequence.background:
+                rank = last
+            last = max(last, rank)
+            ranked.append((place >= num_ahead, rank, sequence))
+        ranked.sort(key=lambda one: one[:2])
+        return [one for *_, one in ranked][: self._max_num_seqs]
 
     @property
-    def _num_running(self) -> Counter[str]:
-        """Of each client, without the background."""
-        return Counter(one.client for one in self.running if not one.background)
+    def _num_running(self) -> Counter[Account]:
+        return Counter(one.account for one in self.running)
 
     def _give_way(self, sequence: SequenceState, cohort: int, step: Step) -> bool:
-        """Preempt a sequence of the cohort for one that waits: of the background, unless no other of it would run; or
-        of the client that has most, for one that has none."""
-        if sequence.background:
-            return False
+        """Preempt a sequence of the cohort for one that waits: of the background for others, unless no other of it
+        would run; or of the client that has most, if that is at least two more than the client that waits has."""
         members, held = self.members(cohort)[::-1], self._num_running
-        youngest = [one for one in members if one.background]
+        youngest = [one for one in members if one.background and not sequence.background]
         if not youngest or sum(one.background for one in self.running) == 1:
-            several = [one for one in members if not one.background and held[one.client] > 1]
-            youngest = [] if held[sequence.client] else sorted(several, key=lambda one: -held[one.client])
+            least = held[sequence.account] + 2
+            youngest = [one for one in members if one.background == sequence.background and held[one.account] >= least]
+            youngest.sort(key=lambda one: -held[one.account])
         if youngest:
             self._preempt(youngest[0], step)
         return bool(youngest)
@@ -368,24 +374,28 @@ class Scheduler:
 
     def _wait(self, sequence: SequenceState, place: int) -> None:
         self.waiting.insert(place, sequence)
-        if not sequence.background:
-            self._num_waiting[sequence.client] += 1
+        self._num_waiting[sequence.account] += 1
 
     def _leave(self, sequence: SequenceState) -> None:
         self.waiting.remove(sequence)
-        if not sequence.background:
-            self._num_waiting[sequence.client] -= 1
-            self._num_waiting += Counter()  # drops clients that have none
+        self._num_waiting[sequence.account] -= 1
+        self._num_waiting += Counter()  # drops accounts that have none
 
     def _cut_chunks(self, members: Sequence[SequenceState], step: Step, most: int, most_of_background: int) -> None:
         unread = [one for one in members if not one.prefilled and one.num_computed < one.num_tokens]
         for sequence in unread:  # the windows of its last chunk, before any other grows
             self.kv.grow_window(sequence, sequence.num_computed)
-        kept = min(most_of_background, most // 4) if any(one.background for one in unread) else 0
-        shares = _shares((one for one in unread if not one.background), most - kept)
-        for sequence in sorted(unread, key=lambda one: one.background):
+        others, background = ([one for one in unread if one.background == which] for which in (False, True))
+        kept = min(most_of_background, most // 4) if background else 0
+        self._cut_of(others, step, most - kept)
+        num_cut = sum(len(one.token_ids) for one in step.chunks)
+        self._cut_of(background, step, min(most_of_background, most - num_cut))
+
+    def _cut_of(self, unread: Sequence[SequenceState], step: Step, room: int) -> None:
+        shares = _shares(unread, room)
+        for sequence in unread:
             num_left = sequence.num_tokens - sequence.num_computed
-            num_tokens = min(num_left, most_of_background if sequence.background else shares[sequence.client])
+            num_tokens = min(num_left, shares[sequence.client])
             if num_tokens <= 0:
                 continue
             first = sequence.num_computed
@@ -411,11 +421,7 @@ class Scheduler:
                     replay=first >= sequence.num_prompt_tokens,
                 )
             )
-            if sequence.background:
-                most_of_background -= num_tokens
-            else:
-                shares[sequence.client] -= num_tokens
-            most_of_background = min(most_of_background, most - sum(len(one.token_ids) for one in step.chunks))
+            shares[sequence.client] -= num_tokens
 
     def _num_pages_needed(self, sequence: SequenceState) -> int:
         num_tokens = min(len(sequence.token_ids) + self._lookahead, sequence.max_total_tokens)

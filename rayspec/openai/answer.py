@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from rayspec.config import SamplingParams
 from rayspec.decode.output import TokenTexts
 from rayspec.openai.items import ItemAnswer, ResponsesRequest
 from rayspec.openai.parsers import HARMONY, HarmonyParser, OutputParser, ThinkParser, reasoning_style
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Input, Request, check_served, is_token_ids
 from rayspec.openai.responses import END_OF_EVENTS, Answer, Response, event
@@ -32,41 +33,6 @@ _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely token
 LOGPROBS_AT_ONCE = _MOST_LOGPROBS // 2  # of an engine: of one large request, or of several of half its size
 _FEW_LOGPROBS = 5_000
 _CHARACTERS_OF_BAD_WORD = 100  # which take as long to be tokenized
-_NOT_WAITING = 4  # clients at once, each within such a part of a limit
-
-
-class Limit:
-    """Limits what takes memory in an engine: the sequences of background requests, also while they wait, or
-    log-probabilities. Work is admitted in the order of arrival, while fewer than `most` are under way; it may have more
-    itself. A client that has none under way does not wait with small work, of up to a quarter of `most`, while fewer
-    than four clients have such work under way."""
-
-    def __init__(self, most: int) -> None:
-        self._most, self._count = most, 0
-        self._turn, self._has_left = asyncio.Lock(), asyncio.Event()
-        self._clients = set[str]()  # with work that has not waited
-
-    @asynccontextmanager
-    async def admit(self, count: int, room: int = 1, client: str = "") -> AsyncIterator[None]:
-        """Wait until `room` are free, then count the work while the context is open. client: empty for none."""
-        is_new = bool(client) and client not in self._clients and len(self._clients) < _NOT_WAITING
-        if is_new and count <= self._most // _NOT_WAITING:
-            self._clients.add(client)
-            try:
-                yield
-            finally:
-                self._clients.discard(client)
-            return
-        async with self._turn:
-            while self._count and self._count + room > self._most:
-                self._has_left.clear()
-                await self._has_left.wait()
-            self._count += count
-        try:
-            yield
-        finally:
-            self._count -= count
-            self._has_left.set()
 
 
 async def respond(
@@ -76,15 +42,16 @@ async def respond(
     *,
     name: str,
     created: int,
-    background: Limit | None = None,
-    logprobs: Limit | None = None,
+    background: Places | None = None,
+    logprobs: Places | None = None,
 ) -> Response:
     """Run a request's prompts together and return the response. Raises RequestError, any other error of an output, and
     EngineDeadError. The first prompt that fails ends the others, and so does cancelling.
 
     served: names of the model that a body may use, and its adapters; responses show the first. name: the end of
     the response's id.
-    background: the request runs behind other requests, within this limit. logprobs: see `LOGPROBS_AT_ONCE`.
+    background: the request runs behind other requests, and its sequences take such places. logprobs: see
+    `LOGPROBS_AT_ONCE`.
     """
     with _named_by(request):
         engine, answer, prompts = await _prepared(request, engine, served, name=name, created=created)
@@ -112,7 +79,7 @@ async def stream(
     created: int,
     failure: Callable[[Exception], ApiError],
     interval_s: float = 0.0,
-    logprobs: Limit | None = None,
+    logprobs: Places | None = None,
 ) -> AsyncGenerator[bytes, None]:
     """Run a request like `respond`, and yield the response as server-sent events, at least once. An error before the
     first events is raised, because the HTTP status can still change; a later one is the last event, by `failure`.
@@ -251,11 +218,11 @@ def _num_logprobs(request: Request, prompts: Sequence[Prompt]) -> tuple[int, int
 
 
 def _room_for(
-    request: Request, prompts: Sequence[Prompt], logprobs: Limit | None, client: str
+    request: Request, prompts: Sequence[Prompt], logprobs: Places | None, client: str
 ) -> AbstractAsyncContextManager[None]:
     """Return the context in which a request may run. A request with few log-probabilities does not wait."""
     count = sum(_num_logprobs(request, prompts))
-    return nullcontext() if logprobs is None or count <= _FEW_LOGPROBS else logprobs.admit(count, count, client)
+    return nullcontext() if logprobs is None or count <= _FEW_LOGPROBS else logprobs.take(client, count)
 
 
 def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, **options: Any) -> list[int]:
@@ -265,11 +232,11 @@ def _tokens(prompt: Input, engine: AsyncEngine, rendering: Rendering, **options:
     return token_ids
 
 
-async def _run(engine: AsyncEngine, prompt: Prompt, background: Limit | None) -> RequestOutput:
+async def _run(engine: AsyncEngine, prompt: Prompt, background: Places | None) -> RequestOutput:
     if background is None:
         output = await engine.run(*prompt)
     else:
-        async with background.admit(prompt[1].n):
+        async with background.take(engine.client_name, prompt[1].n):
             output = await engine.run(*prompt, background=True)
     if output.error is not None:
         raise output.error

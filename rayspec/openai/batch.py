@@ -20,8 +20,9 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from rayspec.openai.answer import Limit, respond
+from rayspec.openai.answer import respond
 from rayspec.openai.items import ResponsesRequest
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import INTERNAL, ApiError, InvalidRequestError, StrictBody, parse_json
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.openai.responses import json_body
@@ -192,14 +193,14 @@ async def answer(
     engine: AsyncEngine,
     served: tuple[str, ...],
     *,
-    background: Limit | None = None,
-    logprobs: Limit | None = None,
+    background: Places | None = None,
+    logprobs: Places | None = None,
     clock: Callable[[], float] = time.time,
 ) -> BatchResult:
     """Answer a line with an engine; an error of the line is in the result. served, background, logprobs: see `respond`.
     Raises EngineDeadError and StageLostError if the engine is gone; then another engine may answer the line."""
     try:
-        request = await in_thread_if_large(line.request, len(line.text))
+        request = await in_thread_if_large(line.request, len(line.text), engine.client_name)
         options: Any = {"created": int(clock()), "background": background, "logprobs": logprobs}
         response = await respond(request, engine, served, name=line.digest, **options)
     except RequestError as error:

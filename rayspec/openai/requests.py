@@ -21,7 +21,7 @@ from rayspec.types import ConfigError, GrammarError, PromptTooLongError, Request
 
 _MAX_LOGPROBS = 20
 # OpenAI has n 128, 4 stop strings, 2,048 messages. A larger request is refused before it costs anything.
-_MAX_N = 128
+MAX_N = 128
 _MAX_PROMPTS = 1024
 _MAX_SEQUENCES = 1024
 _MAX_MESSAGES = 2048
@@ -155,7 +155,7 @@ class GenerationRequest(StrictBody):
     model: str
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    n: Annotated[int, Field(ge=1, le=_MAX_N)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import itertools
 import re
 import time
 from collections import Counter
@@ -26,7 +25,6 @@ from rayspec.openai.responses import json_body
 
 ANY = "*"
 _PATIENCE_S = 1.0  # for a body, while other requests find no place
-_MOST_OF_FREE = 3  # times the free places, that one client may have
 _RETRY_AFTER_S = 5  # about the time a replica of a small model takes to restart
 
 # Errors that the endpoint itself answers with.
@@ -183,86 +181,6 @@ class Admission:
             self.under_way -= weight
             self._held[client] -= weight
             self._held += Counter()  # drops clients that have none
-
-
-class Places:
-    """At most `most` requests have a place at once. The others wait, and clients take turns: the next is the first of
-    the client that has the fewest places; of several, the one that waits for longest, or whose client got none for as
-    long. So a client waits for one turn of each other client at most, however many these ask for. Where it
-    `leaves_room`, a client that has some gets another only if the places that are free then are at least a third of its
-    own, and large requests, which take long to be read, leave a quarter of the places to others. So a new client does
-    not wait for a client that takes all it can get (dynamic thresholds of Choudhury and Hahne, 1998)."""
-
-    def __init__(self, most: int, *, leaves_room: bool = True) -> None:
-        self._most, self._leaves_room = most, leaves_room
-        self._held: Counter[str] = Counter()
-        self._large: set[asyncio.Future[None]] = set()  # of the turns that are asked for or held
-        self._num_large = 0  # places
-        # Turns by client and whether they are large, with a number that grows; and when these last got a place.
-        self._waiting: dict[tuple[str, bool], dict[asyncio.Future[None], int]] = {}
-        self._newest: dict[tuple[str, bool], int] = {}
-        self._numbers = itertools.count()
-
-    def resize(self, most: int) -> None:
-        """Change how many there are. Requests that have a place keep it."""
-        self._most = most
-        self._let_in()
-
-    def ask(self, client: str, *, is_large: bool = False) -> asyncio.Future[None]:
-        """Return a turn, which is done when the client has the place. `leave` takes both back."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if is_large:
-            self._large.add(turn)
-        self._waiting.setdefault((client, is_large), {})[turn] = next(self._numbers)
-        self._let_in()
-        return turn
-
-    def leave(self, client: str, turn: asyncio.Future[None]) -> None:
-        if not self._no_longer_waits(client, turn):
-            self._held[client] -= 1
-            self._held += Counter()  # drops clients that have none
-            self._num_large -= turn in self._large
-        self._large.discard(turn)
-        self._let_in()
-
-    def _no_longer_waits(self, client: str, turn: asyncio.Future[None]) -> bool:
-        """Remove a turn from those that wait. Return whether it was one of them."""
-        kind = (client, turn in self._large)
-        turns = self._waiting.get(kind, {})
-        if turns.pop(turn, None) is None:
-            return False
-        if not turns:
-            del self._waiting[kind]
-            self._newest.pop(kind, None)  # it is older than the next that is asked for
-        return True
-
-    def _let_in(self) -> None:
-        """Let turns enter. It takes no longer for clients of which more turns wait."""
-        while (num_free := self._most - self._held.total()) > 0:
-            firsts = [
-                (self._held[kind[0]], max(next(iter(turns.values())), self._newest.get(kind, 0)), kind)
-                for kind, turns in self._waiting.items()
-                if self._may_enter(*kind, num_free)
-            ]
-            if not firsts:
-                return
-            *_, kind = min(firsts)
-            client, is_large = kind
-            turn = next(iter(self._waiting[kind]))
-            self._no_longer_waits(client, turn)
-            self._held[client] += 1
-            self._num_large += is_large
-            if kind in self._waiting:
-                self._newest[kind] = next(self._numbers)
-            if not turn.cancelled():
-                turn.set_result(None)
-
-    def _may_enter(self, client: str, is_large: bool, num_free: int) -> bool:
-        if not self._leaves_room:
-            return True
-        held = self._held[client]
-        has_room = held == 0 or held + 1 <= _MOST_OF_FREE * (num_free - 1)
-        return has_room and not (is_large and self._num_large >= max(1, self._most * 3 // 4))
 
 
 @dataclass(slots=True, kw_only=True)

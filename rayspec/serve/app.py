@@ -24,6 +24,7 @@ from rayspec.serve.options import DeploymentOptions, LLMConfig, ServeOptions, se
 from rayspec.types import ConfigError
 
 _INGRESS_QUEUE = 256  # further requests get the 429 of Serve's proxy, which is not in OpenAI's format
+_ALL = 10**9
 # Ours in place of Serve's, which take longer to notice a lost replica and try for ever to start one.
 _DEFAULTS = {"graceful_shutdown_wait_loop_s": 0.2, "health_check_period_s": 1.0, "max_constructor_retry_count": 3}
 # Not the user's. Serve would refuse user_config only after the model has loaded.
@@ -125,7 +126,7 @@ def model_deployment(config: LLMConfig, *, replica_timeout_s: float, name: str, 
         "deployment_config",
         actor={"num_cpus": 1, "num_gpus": num_gpus} | {key: one for key, one in given.items() if one is not None},
         name=name,
-        max_ongoing_requests=config.num_calls,
+        max_ongoing_requests=_ALL,  # calls that wait in Serve take no turns
         max_queued_requests=-1 if own.max_queued_requests is None else own.max_queued_requests,  # the ingress has one
         health_check_timeout_s=own.health_check_timeout_s or replica_timeout_s,
         request_router_config=_ROUTING,

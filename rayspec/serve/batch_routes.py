@@ -14,9 +14,10 @@ from fastapi.responses import Response, StreamingResponse
 
 from rayspec.errors import reason_of
 from rayspec.openai.batch import Batch, BatchRequest, Deleted, FileObject, Page, PageRequest
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import InvalidRequestError
 from rayspec.openai.responses import json_body
-from rayspec.serve.access import NO_STORE, Places, Refused, json_response
+from rayspec.serve.access import NO_STORE, Refused, json_response
 from rayspec.serve.batch_store import STORE_ERRORS, BatchStore, new_id
 from rayspec.serve.bodies import BodyReader, read_form
 from rayspec.serve.calls import while_connected
@@ -52,7 +53,7 @@ def add_batch_routes(
     """Add the routes. runner: Serve's handle of the BatchRunner, where `options` name a folder of batches. unread: of
     all answers. client_of: returns what stands for the client of a request."""
     folder = None if options.batches is None else BatchStore.at(options.batches)
-    listing = Places(1, leaves_room=False)  # a list may read every file.json; other requests need the threads, too
+    listing = Places(1)  # a list may read every file.json; other requests need the threads, too
 
     async def store() -> BatchStore:
         if folder is None:
@@ -63,14 +64,12 @@ def add_batch_routes(
     def of_list(work: Callable[[BatchStore, PageRequest], Any]) -> Callable[..., Any]:
         async def route(request: Request) -> Response:
             query = PageRequest.parse(dict(request.query_params))
-            client = client_of(request)
-            turn = listing.ask(client)
-            try:
-                await while_connected(request, turn)
-                page = json_body(await asyncio.to_thread(work, await store(), query))
-            finally:
-                listing.leave(client, turn)
-            return WholeAnswer(page, unread)
+
+            async def page() -> bytes:
+                async with listing.take(client_of(request)):
+                    return json_body(await asyncio.to_thread(work, await store(), query))
+
+            return WholeAnswer(await while_connected(request, page()), unread)
 
         return route
 

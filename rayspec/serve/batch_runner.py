@@ -19,7 +19,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from rayspec.errors import reason_of
 from rayspec.machine import return_large_blocks
-from rayspec.openai.answer import Limit, end_tasks
+from rayspec.openai.answer import end_tasks
 from rayspec.openai.batch import (
     FINAL,
     LARGE_LINE,
@@ -30,9 +30,10 @@ from rayspec.openai.batch import (
     BatchResult,
     RequestCounts,
 )
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import ApiError, InvalidRequestError
 from rayspec.openai.responses import json_body
-from rayspec.serve.access import BUSY, Places, Refused
+from rayspec.serve.access import BUSY, Refused
 from rayspec.serve.batch_store import STORE_ERRORS, BatchStore
 from rayspec.serve.calls import Deadline, fetch
 from rayspec.serve.options import ServeOptions
@@ -64,8 +65,8 @@ class BatchRunner:
         self._model_of = options.model_of
         self._store = BatchStore.at(options.batches)
         self._num_places = {one.model_id: one.engine.num_seqs for one in options.llm_configs}
-        self._places = {name: Places(most, leaves_room=False) for name, most in self._num_places.items()}
-        self._large = Limit(_BYTES_AT_ONCE)  # parsed, a line takes several times as much memory
+        self._places = {name: Places(most, least=1) for name, most in self._num_places.items()}
+        self._large = Places(_BYTES_AT_ONCE)  # parsed, a line takes several times as much memory
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, tuple[Batch, str]] = {}  # that wait or run, by id, with their clients
         self._ended: set[str] = set()  # the ids of batches
@@ -152,21 +153,18 @@ class BatchRunner:
         handle, places = self._models[model], self._places[model]
         num_running = len(replicas_of(handle.app_name, handle.deployment_name))
         places.resize(self._num_places[model] * max(1, num_running))
-        turn, size = places.ask(batch_id), len(line.text)
-        try:
-            await turn
-            async with self._large.admit(size, size) if size > LARGE_LINE else nullcontext():
-                while True:
-                    try:
-                        found: BatchResult = await fetch(handle.answer.remote(line), Deadline(None))
-                    except Refused as refused:  # noqa: PERF203
-                        if refused.error is not BUSY and not isinstance(refused.__cause__, DeploymentUnavailableError):
-                            return refused.error
-                        await asyncio.sleep(1.0)
-                    else:
-                        return found
-        finally:
-            places.leave(batch_id, turn)
+        size = len(line.text)
+        large = self._large.take(batch_id, size) if size > LARGE_LINE else nullcontext()
+        async with large, places.take(batch_id):
+            while True:
+                try:
+                    found: BatchResult = await fetch(handle.answer.remote(line, batch_id), Deadline(None))
+                except Refused as refused:  # noqa: PERF203
+                    if refused.error is not BUSY and not isinstance(refused.__cause__, DeploymentUnavailableError):
+                        return refused.error
+                    await asyncio.sleep(1.0)
+                else:
+                    return found
 
 
 @dataclass(slots=True)

@@ -13,9 +13,10 @@ from typing import TypeVar
 
 from fastapi import Request
 
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import ApiError, InvalidRequestError, StrictBody, bytes_in_memory, size_of
 from rayspec.openai.tokenizing import LargeWork
-from rayspec.serve.access import NO_UPGRADE, NOT_JSON, OVERRUN, Admission, Places, Refused, too_large, too_slow
+from rayspec.serve.access import NO_UPGRADE, NOT_JSON, OVERRUN, Admission, Refused, too_large, too_slow
 from rayspec.serve.options import ServeOptions
 
 _LARGE_BODIES = 6  # of the largest size, in memory at once; bodies of at most SMALL bytes do not count
@@ -36,7 +37,7 @@ class BodyReader:
     def __init__(self, options: ServeOptions) -> None:
         self._max_bytes, self._timeout_s = options.max_request_bytes, options.body_timeout_s
         self._large = Admission(_LARGE_BODIES * options.max_request_bytes, refusal=OVERRUN, is_strict=True)
-        self._turns, self._parsing = Places(1, leaves_room=False), LargeWork(1)
+        self._turns, self._parsing = Places(1), LargeWork(1)
 
     async def read(self, request: Request, kind: type[Body], client: str, held: ExitStack) -> tuple[Body, bytes]:
         """Return the body of a request, parsed and as it came. Raises RequestError for a body that is no `kind`.
@@ -70,12 +71,8 @@ class BodyReader:
         async for piece in request.stream():
             body += piece
             if len(body) > SMALL:  # large bodies take turns; meanwhile uvicorn reads no more, as its buffer is full
-                turn = self._turns.ask(client)
-                try:
-                    await turn
+                async with self._turns.take(client):
                     await asyncio.sleep(0)
-                finally:
-                    self._turns.leave(client, turn)
             if len(body) > max(SMALL, num_counted):
                 num_bytes = int(announced) if announced.isdecimal() else len(body)
                 held.enter_context(self._large.admit(num_bytes, client))

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 import rayspec
 from rayspec.openai.items import ResponsesBody, ResponsesRequest
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import INTERNAL, ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, check_served
 from rayspec.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
@@ -34,13 +35,12 @@ from rayspec.serve.access import (
     Admission,
     ApiKeys,
     Entry,
-    Places,
     Refused,
     error_response,
     json_response,
 )
 from rayspec.serve.batch_routes import add_batch_routes
-from rayspec.serve.bodies import SMALL, BodyReader
+from rayspec.serve.bodies import BodyReader
 from rayspec.serve.calls import Deadline, ModelCall, fetch, while_connected
 from rayspec.serve.description import ERRORS, PAGE_HEADERS, Description
 from rayspec.serve.options import TOKENIZED_AT_ONCE, ServeOptions
@@ -75,8 +75,8 @@ class Ingress:
             for one in options.llm_configs
         }
         self._num_ingresses = num_ingresses
-        self._places = {one.model_id: Places(one.num_ongoing(1, num_ingresses)) for one in options.llm_configs}
-        self._tokenizing = {one.model_id: Places(TOKENIZED_AT_ONCE, leaves_room=False) for one in options.llm_configs}
+        self._places = {one.model_id: Places(one.num_ongoing(1, num_ingresses), least=1) for one in options.llm_configs}
+        self._tokenizing = {one.model_id: Places(TOKENIZED_AT_ONCE) for one in options.llm_configs}
         self.watch = Watch(
             self.models,
             replica_timeout_s=options.replica_timeout_s,
@@ -103,7 +103,7 @@ class Ingress:
             held.enter_context(self._admissions[own].admit(asked.num_sequences, client))
             is_streamed = asked.stream
             del asked  # its values take several times as much memory as the body
-            await while_connected(request, deadline.within(_turn(self._places[own], client, len(body), held)))
+            await while_connected(request, deadline.within(self._places[own].ask(client, held)))
             if self.watch.must_wait(own):
                 await while_connected(request, deadline.within(self._presence(own)))
             if not is_streamed:
@@ -126,7 +126,7 @@ class Ingress:
             model, deadline = self._ready_model(name), Deadline(self.options.request_timeout_s)
             own = self.model_of[name]
             del asked  # as above
-            await while_connected(request, deadline.within(_turn(self._tokenizing[own], client, len(body), held)))
+            await while_connected(request, deadline.within(self._tokenizing[own].ask(client, held)))
             await while_connected(request, deadline.within(self._presence(own)))
             work = fetch(model.tokenize.remote(kind, body, _name_of(request), client), deadline)
             return json_response(await while_connected(request, work))
@@ -284,13 +284,6 @@ def _add_web(app: FastAPI) -> frozenset[str]:
     for path in files:
         app.add_api_route(path, send, include_in_schema=False)
     return frozenset(files)
-
-
-def _turn(places: Places, client: str, num_bytes: int, held: ExitStack) -> asyncio.Future[None]:
-    """Ask for a place, and return the turn. held: the place is kept until the end of this."""
-    turn = places.ask(client, is_large=num_bytes > SMALL)
-    held.callback(places.leave, client, turn)
-    return turn
 
 
 def _name_of(request: Request) -> str:

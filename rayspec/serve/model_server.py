@@ -22,10 +22,11 @@ from rayspec.decode.engine import Engine
 from rayspec.llm import AsyncEngine
 from rayspec.machine import keep_loaded, switch_threads_often
 from rayspec.model.weights import load_config, num_layers
-from rayspec.openai.answer import LOGPROBS_AT_ONCE, Limit, respond, stream
+from rayspec.openai.answer import LOGPROBS_AT_ONCE, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import INTERNAL, ApiError, size_of
-from rayspec.openai.requests import Request
+from rayspec.openai.requests import MAX_N, Request
 from rayspec.openai.responses import ModelCard, Response, json_body
 from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest, in_thread_if_large
 from rayspec.pool.stopped import Place
@@ -65,8 +66,8 @@ class ModelServer:
             self._metrics = EngineMetrics(ray_recorder(model=self._served[0], replica=_own_id()))
             self._engine = AsyncEngine(llm, self._metrics.request)
         self._num_sublayers = 2 * num_layers(load_config(self._engine.llm.config))
-        self._background, self._logprobs = Limit(config.engine.num_seqs), Limit(LOGPROBS_AT_ONCE)
-        self._background_logprobs = Limit(LOGPROBS_AT_ONCE)  # interactive requests do not wait for them
+        self._background = Places(config.engine.num_seqs, least=MAX_N)  # sequences, those that wait included
+        self._logprobs, self._background_logprobs = Places(LOGPROBS_AT_ONCE), Places(LOGPROBS_AT_ONCE)
         self._place = Place.here()
         self._failure: RayspecError | None = None
         self._problem: str | None = None
@@ -92,11 +93,11 @@ class ModelServer:
 
         return await _encoded(work(), name)
 
-    async def answer(self, line: BatchLine) -> BatchResult:
-        """Return the result of a batch line; interactive requests go first. Raises EngineDeadError and StageLostError
-        if the line has no answer yet."""
+    async def answer(self, line: BatchLine, batch: str = "") -> BatchResult:
+        """Return the result of a line of a batch; interactive requests go first, and batches take turns. Raises
+        EngineDeadError and StageLostError if the line has no answer yet."""
         limits: Any = {"background": self._background, "logprobs": self._background_logprobs}
-        return await answer(line, self._engine, self._served, **limits)
+        return await answer(line, self._engine.owned_by("", batch), self._served, **limits)
 
     async def tokenize(
         self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str, client: str = ""

@@ -123,12 +123,6 @@ class LLMConfig(Options):
         return self.deployment_config.max_ongoing_requests or 2 * self.engine.num_seqs
 
     @property
-    def num_calls(self) -> int:
-        """Most calls of one replica at once: requests, as many lines of batches as its engine decodes at once, and
-        texts to tokenize. Calls that wait in Serve take no turns, so none should."""
-        return self.max_ongoing_requests + self.engine.num_seqs + TOKENIZED_AT_ONCE
-
-    @property
     def num_replicas(self) -> int:
         scaling = self.deployment_config.autoscaling_config
         return self.deployment_config.num_replicas or 1 if scaling is None else scaling.max_replicas or 1

@@ -316,6 +316,43 @@ def test_clients_take_turns_and_a_new_one_does_not_wait() -> None:
             assert sorted(held.values()) == [1, 1, 2], "places that come free go to who has fewest"
 
 
+def test_a_client_gets_its_share_although_others_go_on_for_long() -> None:
+    """Its second request, too, and beside clients of the background in the same way."""
+    for background in (False, True):
+        world = _world(4000, 8)
+        for index in range(40):
+            world.add(_sequence(index, 20, 500, client="greedy", background=background))
+        world.step()
+        num_running = len(world.scheduler.running)
+        for index in range(40, 44):
+            world.add(_sequence(index, 20, 500, client="other", background=background))
+        world.step()
+        held = Counter(one.client for one in world.scheduler.running)
+        assert held == {"greedy": num_running // 2, "other": num_running // 2}
+        assert not world.step().preempted
+
+
+def test_a_client_does_not_wait_for_a_common_prompt_that_another_reads() -> None:
+    """The other may have many prompts to read before it."""
+    world = _world(4000, 8, 64)
+    for index in range(4):
+        prompt = [0] * 300 if index == 3 else None
+        world.add(_sequence(index, 300, 5, client="greedy", prompt=prompt))
+    world.step()
+    same = [_sequence(index, 300, 5, client="other", prompt=[0] * 300) for index in (5, 6)]
+    for sequence in same:
+        world.add(sequence)
+    assert world.step().admitted == same[:1], "the second one waits for the first"
+    world.run()
+
+
+def test_a_prompt_of_the_background_leaves_others_of_it_their_share_of_a_step() -> None:
+    world = _world(4000, 8, 256)
+    for name, length in (("long", 1000), ("other", 100)):
+        world.add(_sequence(length, length, 5, client=name, background=True))
+    assert [len(one.token_ids) for one in world.step().chunks] == [192, 64]
+
+
 def test_the_only_place_of_a_client_is_not_taken() -> None:
     world = _world(400, 1)
     for index in range(3):

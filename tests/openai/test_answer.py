@@ -20,9 +20,10 @@ from rayspec.decode.engine_loop import EngineDeadError
 from rayspec.llm import AsyncEngine
 from rayspec.openai import answer as answer_module
 from rayspec.openai import tokenizing
-from rayspec.openai.answer import LOGPROBS_AT_ONCE, Limit, respond
+from rayspec.openai.answer import LOGPROBS_AT_ONCE, respond
 from rayspec.openai.answer import stream as streamed
 from rayspec.openai.items import ResponsesRequest
+from rayspec.openai.places import Places
 from rayspec.openai.protocol import ApiError
 from rayspec.openai.requests import ChatRequest, CompletionRequest, Request
 from rayspec.types import Logprob, NonFiniteLogitsError, PromptTooLongError, RayspecError, RequestError, RequestOutput
@@ -392,42 +393,12 @@ def test_a_prompt_that_fails_later_ends_the_others_after_what_came_before(error:
     assert (caught.value.code, caught.value.type) == (error.kind, "server_error")
 
 
-def test_background_prompts_enter_in_order_while_few_sequences_are_in_the_engine() -> None:
-    async def work() -> None:
-        limit, entered, ends = Limit(4), list[int](), [asyncio.Event() for _ in range(6)]
-
-        async def prompt(number: int, num_sequences: int) -> None:
-            async with limit.admit(num_sequences):
-                entered.append(number)
-                await ends[number].wait()
-
-        async def settled() -> list[int]:
-            for _ in range(20):
-                await asyncio.sleep(0)
-            return entered
-
-        sizes = [1, 2, 128, 1, 1, 1]
-        tasks = [asyncio.create_task(prompt(number, size)) for number, size in enumerate(sizes)]
-        assert await settled() == [0, 1, 2]
-        ends[0].set()
-        ends[1].set()
-        tasks[3].cancel()
-        assert await settled() == [0, 1, 2], "the third alone has enough sequences"
-        ends[2].set()
-        assert await settled() == [0, 1, 2, 4, 5]
-        for end in ends:
-            end.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    run(work())
-
-
 def test_requests_for_many_log_probabilities_run_in_turn() -> None:
     """Half a million take 250 MB, of all requests together. A request with few does not wait."""
 
     async def work() -> None:
         engine: Any = ScriptedEngine({41: "wait"})
-        limit = Limit(LOGPROBS_AT_ONCE)
+        limit = Places(LOGPROBS_AT_ONCE)
         asked = TEXT | {"prompt": [41], "logprobs": 5}
 
         async def settled(num_asked: int) -> None:
@@ -436,21 +407,22 @@ def test_requests_for_many_log_probabilities_run_in_turn() -> None:
             assert engine.num_asked == num_asked
 
         tasks = []
-        for num_asked, changes in ((1, {"max_tokens": 400, "n": 100}), (1, {"max_tokens": 400, "n": 10}), (2, {})):
-            request = parsed(asked, **changes)
-            tasks.append(asyncio.create_task(respond(request, engine, SERVED, logprobs=limit, **STAMP)))
-            await settled(num_asked)
-        engine.client_name = "other"  # its first request is under way beside those
-        few = TEXT | {"prompt": [41], "logprobs": 5, "max_tokens": 400, "n": 10}
-        for num_asked in (3, 3):
-            tasks.append(asyncio.create_task(respond(parsed(few), engine, SERVED, logprobs=limit, **STAMP)))
-            await settled(num_asked)
-        for number, num_asked in enumerate((4, 5, 6, 6, 6)):  # those of four clients at most
-            engine.client_name = f"client {number}"
-            tasks.append(asyncio.create_task(respond(parsed(few), engine, SERVED, logprobs=limit, **STAMP)))
+        many, some = {"max_tokens": 400, "n": 100}, {"max_tokens": 400, "n": 10}
+        for client, changes, num_asked in (
+            ("", many, 1),
+            ("", some, 1),
+            ("", {}, 2),
+            ("other", some, 3),  # within its share
+            ("other", many, 3),
+            ("third", some, 4),
+        ):
+            engine.client_name = client
+            tasks.append(
+                asyncio.create_task(respond(parsed(asked, **changes), engine, SERVED, logprobs=limit, **STAMP))
+            )
             await settled(num_asked)
         tasks[0].cancel()
-        await settled(10)
+        await settled(5)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -196,7 +196,7 @@ class Model:
         self.go = asyncio.Event()
         self.asked: list[BatchLine] = []
 
-    async def remote(self, line: BatchLine) -> BatchResult:
+    async def remote(self, line: BatchLine, _batch: str) -> BatchResult:
         self.asked.append(line)
         await self.go.wait()
         return await answered(line)
@@ -253,7 +253,7 @@ def test_few_batches_run_at_once_and_a_second_runner_waits(tmp_path: Path, caplo
 class FailedModel(Model):
     """Of a deployment that has failed, until each line was asked for once."""
 
-    def remote(self, line: BatchLine) -> Any:
+    def remote(self, line: BatchLine, _batch: str) -> Any:
         return asyncio.ensure_future(self._answer(line))
 
     async def _answer(self, line: BatchLine) -> BatchResult:
@@ -302,12 +302,13 @@ def test_lines_are_those_of_the_replicas_that_run_now_and_batches_take_turns(
         await runner.wake()
         await until(lambda: statuses(store)["in_progress"] == 2)
         await asyncio.sleep(0.5)
-        assert len(model.asked) == 4, "as many as a replica decodes at once"
+        assert len(model.asked) == 6, "as many as a replica decodes at once, and the share of the second batch"
         running.add("another")
         model.go.set()
         await until(lambda: statuses(store)["completed"] == 2)
         asked = [line.custom_id.partition(" ")[0] for line in model.asked]
-        assert Counter(asked[4:12])["second"] >= 4
+        assert asked[:6] == 4 * ["first"] + 2 * ["second"]
+        assert Counter(asked[6:14])["second"] >= 4
         runner.__del__()
 
     asyncio.run(work())

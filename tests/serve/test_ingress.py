@@ -8,7 +8,6 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Generator, Mapping
 from contextlib import ExitStack
 from functools import cache, partial
@@ -25,14 +24,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from rayspec.openai.answer import end_tasks
+from rayspec.openai.places import Places
 from rayspec.openai.requests import CompletionRequest
 from rayspec.openai.responses import ModelCard
 from rayspec.serve import access
-from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Entry, Places, Refused, allowed_host, network_of
+from rayspec.serve.access import ANY, BUSY, Admission, ApiKeys, Entry, Refused, allowed_host, network_of
 from rayspec.serve.bodies import BodyReader
 from rayspec.serve.calls import while_connected
 from rayspec.serve.ingress import Ingress, build_app
-from rayspec.serve.options import LLMConfig, ServeOptions
+from rayspec.serve.options import ServeOptions
 from rayspec.serve.watch import Watch, WatchedReplica
 from tests.serve.endpoint_process import head_of, served
 from tests.waiting import wait_until
@@ -326,7 +326,7 @@ def test_an_answer_that_takes_too_long_is_given_up(
 ) -> None:
     """The wait for a place included."""
     if not has_place:
-        monkeypatch.setattr(LLMConfig, "num_ongoing", lambda *_: 0)
+        monkeypatch.setattr(Places, "ask", lambda *_: asyncio.get_running_loop().create_future())
     model = Model(hangs=has_place)
     ingress = ingress_of(model, request_timeout_s=0.3)
     ingress.watch.replicas["demo"] = {"a": WatchedReplica(actor=None)}
@@ -608,58 +608,6 @@ def test_a_client_without_a_key_is_its_network(host: str | None, network: str) -
     assert network_of(host) == network
 
 
-def test_places_go_to_clients_in_turn() -> None:
-    async def scenario() -> None:
-        places = Places(8)
-        turns = {f"a{number}": places.ask("a") for number in range(20)}
-        seen = set[str]()
-
-        def entered() -> list[str]:
-            new = [name for name, turn in turns.items() if turn.done() and name not in seen]
-            seen.update(new)
-            return new
-
-        def leave(*names: str) -> None:
-            for name in names:
-                places.leave(name[0], turns.pop(name))
-
-        assert entered() == [f"a{number}" for number in range(6)], "one client leaves a quarter of the places to others"
-        turns |= {name: places.ask(name[0]) for name in ("b0", "b1", "c0", "b2")}
-        assert entered() == ["b0", "c0"]
-        turns["b1"].cancel()  # as a client that hangs up while it waits
-        leave("b1", "a0", "a1", "a2")
-        assert entered() == ["b2"], "and while others have places, it leaves more"
-        leave("a3", "a4", "a5", "b0", "b2", "c0")
-        assert entered() == [f"a{number}" for number in range(6, 12)]
-        turns["a6"].cancel()  # too late: it has its place, and gives it back
-        leave("a6")
-        assert entered() == ["a12"]
-
-    asyncio.run(scenario())
-
-
-def test_a_client_waits_for_one_turn_of_each_other() -> None:
-    """However many turns of theirs wait, and also where they give up some."""
-
-    async def scenario() -> None:
-        places = Places(1, leaves_room=False)
-        others = {"ab"[number % 2] + str(number): places.ask("ab"[number % 2]) for number in range(100)}
-        own = places.ask("c")
-        for name in ("a0", "b1", "a22"):
-            assert not own.done()
-            places.leave(name[0], others.pop(name))
-            for gone in [one for one in others if one[0] == name[0]][:10]:
-                others[gone].cancel()
-                places.leave(name[0], others.pop(gone))
-        assert own.done()
-        places.leave("c", own)
-        for name, turn in others.items():
-            places.leave(name[0], turn)
-        assert not any((places._held, places._waiting, places._newest, places._large)), "nothing is left"
-
-    asyncio.run(scenario())
-
-
 def test_requests_that_need_no_key_take_no_places_of_others() -> None:
     """Nobody checks the keys that they name, of which each would have its share."""
     entry = Entry(keys=ApiKeys.of(["a"]), hosts=(), origins=(), posts=Admission(2, refusal=BUSY), gets=Admission())
@@ -683,34 +631,6 @@ def test_requests_that_need_no_key_take_no_places_of_others() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
-def test_many_that_wait_take_no_longer_each() -> None:
-    async def scenario() -> None:
-        places = Places(8, leaves_room=False)
-        turns = [("ab"[number % 2], places.ask("ab"[number % 2])) for number in range(4096)]
-        for client, turn in turns:
-            assert turn.done()
-            places.resize(8)
-            places.leave(client, turn)
-
-    start_s = time.process_time()
-    asyncio.run(scenario())
-    assert time.process_time() - start_s < 3
-
-
-def test_large_requests_leave_places_to_others() -> None:
-    async def scenario() -> None:
-        places = Places(4)
-        large = [(name, places.ask(name, is_large=True)) for name in "abcd"]
-        assert [turn.done() for _, turn in large] == [True, True, True, False]
-        small = places.ask("e")
-        assert small.done()
-        places.leave("e", small)
-        places.leave(*large[0])
-        assert large[3][1].done()
-
-    asyncio.run(scenario())
-
-
 def test_places_are_those_of_the_replicas_that_run_now() -> None:
     """The others of `max_replicas` may never come, and Serve's queue knows no clients."""
     model = Model(hangs=True)
@@ -719,18 +639,24 @@ def test_places_are_those_of_the_replicas_that_run_now() -> None:
     replicas = {"a": WatchedReplica(actor=None), "b": WatchedReplica(actor=None, has_ended=True)}
     ingress.watch.replicas["demo"] = replicas
     with served(build_app(ingress)) as address, ExitStack() as held:
-        for number, key in enumerate(("a", "a", "a", "key")):
+
+        def ask(key: str) -> None:
+            num_before = ingress.entry.num_under_way
             head = head_of("/v1/completions", len(body), key)
             held.enter_context(socket.create_connection(address, timeout=60)).sendall(head + body)
-            wait_until(lambda most=number: ingress.entry.num_under_way > most, 60)  # type: ignore[misc]
+            wait_until(lambda: ingress.entry.num_under_way > num_before, 60)
+
+        for _ in range(3):
+            ask("a")
         assert model.begun.acquire(timeout=60)
         assert not model.begun.acquire(timeout=0.5), "as many as one replica takes"
         replicas["b"] = WatchedReplica(actor=None)
         httpx2.get(f"http://localhost:{address[1]}/health")  # looks at once
         assert model.begun.acquire(timeout=60)
         assert not model.begun.acquire(timeout=0.5)
-        owner = ingress.entry.keys.owner
-        assert model.clients == [owner("Bearer a"), owner("Bearer key")], "keys take turns"
+        ask("key")
+        assert model.begun.acquire(timeout=60), "a key does not wait for another's requests"
+        assert model.clients[-1] == ingress.entry.keys.owner("Bearer key")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])

@@ -137,7 +137,7 @@ def test_serve_gets_the_options_of_a_deployment() -> None:
     assert (config.rolling_update_percentage, config.health_check_period_s) == (0.5, 3)
     assert config.autoscaling_config.target_ongoing_requests == 9
     assert deployment.ray_actor_options == {"num_cpus": 3, "num_gpus": 0, "resources": {"here": 1}}
-    assert made().max_ongoing_requests == 16 + 8 + 4, "with lines of batches, and texts to tokenize"
+    assert made(max_ongoing_requests=3).max_ongoing_requests >= 10**6, "calls that wait in Serve take no turns"
 
 
 @pytest.mark.parametrize(
