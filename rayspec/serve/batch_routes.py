@@ -64,12 +64,13 @@ def add_batch_routes(
     def of_list(work: Callable[[BatchStore, PageRequest], Any]) -> Callable[..., Any]:
         async def route(request: Request) -> Response:
             query = PageRequest.parse(dict(request.query_params))
+            client = client_of(request)
 
             async def page() -> bytes:
-                async with listing.take(client_of(request)):
+                async with listing.take(client):
                     return json_body(await asyncio.to_thread(work, await store(), query))
 
-            return WholeAnswer(await while_connected(request, page()), unread)
+            return WholeAnswer(await while_connected(request, page()), unread, client)
 
         return route
 

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import logging
 import re
+import resource
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -24,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rayspec.openai.protocol import ApiError
 from rayspec.openai.responses import json_body
-from rayspec.serve.access import HALF_CLOSED, MALFORMED, error_response
+from rayspec.serve.access import HALF_CLOSED, MALFORMED, OVERRUN, error_response, network_of
 
 _ID = "x-request-id"
 _LENGTHS = {"content-length", "transfer-encoding"}
@@ -36,7 +38,12 @@ _SLICE_BYTES = 2**14  # parsed at a time; also the longest headers
 _BYTES_OF_HEADER = 32  # more than its text, as in HTTP/2
 _FREE_CHUNKS, _BYTES_OF_CHUNK = 250, 1024
 _MOST_DROPPED_BYTES = 2**28  # more than a file for batches has by default
+_LONGEST_PAUSE_S = 2.0  # in a body that is dropped
 _BYTES_SENT_AT_ONCE = 2**16  # as many as a connection buffers
+_MOST_IDLE = 1024  # connections
+_MOST_NOT_ACCEPTED = 1024  # more would make others wait for longer while many come
+_ACCEPTED_AT_ONCE = 16  # and then what has come on others is read
+_ANSWERED = "rayspec.answered"  # in the state of a request: what notes that its answer has been sent
 
 
 class Named:
@@ -44,7 +51,8 @@ class Named:
     of HTTP and requests with two lengths, which proxies and servers may cut differently (RFC 9112, 6.1).
 
     The connection ends after a response that did not need the whole body. Until then the rest of the body is dropped,
-    for `drop_timeout_s` at most: a client that still sends loses the response when its connection is reset.
+    for `drop_timeout_s` at most, and while more comes: a client that still sends loses the response when its connection
+    is reset.
 
     Large bodies are sent in pieces, each when the client has read those before, so the application knows that it reads.
     """
@@ -91,8 +99,9 @@ class Named:
         await app(scope, receive_noted, send_named)
         if last:
             if "expect" not in headers:  # such a client waits before it sends the body
+                scope["state"][_ANSWERED]()
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(_drop_body(receive), self._drop_timeout_s)
+                    await _drop_body(receive, time.monotonic() + self._drop_timeout_s)
             await send(last[0])
 
 
@@ -111,10 +120,10 @@ def _in_pieces(send: Send) -> Send:
     return send_pieces
 
 
-async def _drop_body(receive: Receive) -> None:
+async def _drop_body(receive: Receive, end_s: float) -> None:
     num_bytes, has_rest = 0, True
-    while has_rest and num_bytes < _MOST_DROPPED_BYTES:
-        message = await receive()
+    while has_rest and num_bytes < _MOST_DROPPED_BYTES and (left_s := end_s - time.monotonic()) > 0:
+        message = await asyncio.wait_for(receive(), min(left_s, _LONGEST_PAUSE_S))
         num_bytes += len(message.get("body", b""))
         has_rest = message.get("more_body", False)
 
@@ -148,34 +157,82 @@ class _Parser(h11.Connection):
         return event
 
 
+class _Connections:
+    """Ends connections that wait for their clients, one with each new connection, while `most_idle` have no request
+    under way, or more than `most` are open: of the network of which most wait, the one that has waited for longest.
+    Those with an answer that is not read come last."""
+
+    def __init__(self, most_idle: int, most: int) -> None:
+        self._most_idle, self._most, self._num_idle = most_idle, most, 0
+        # By network, the longest wait first: those without a request under way, and those with an unread answer.
+        self._waiting: tuple[dict[str, dict[_HttpConnection, None]], ...] = ({}, {})
+
+    def makes_room(self, num_open: int) -> bool:
+        """Return whether there is room for the last of so many connections."""
+        if self._num_idle < self._most_idle and num_open <= self._most:
+            return True
+        for networks in filter(None, self._waiting):
+            most = max(networks, key=lambda network: len(networks[network]))
+            oldest = next(iter(networks[most]))
+            self.remove(oldest)
+            oldest.transport.abort()
+            return True
+        return False
+
+    def add(self, connection: _HttpConnection, *, is_unread: bool) -> None:
+        self.remove(connection)
+        self._waiting[is_unread].setdefault(connection.network, {})[connection] = None
+        self._num_idle += not is_unread
+
+    def remove(self, connection: _HttpConnection) -> None:
+        for networks in self._waiting:
+            ones = networks.get(connection.network, {})
+            if connection in ones:
+                del ones[connection]
+                self._num_idle -= networks is self._waiting[0]
+                if not ones:
+                    del networks[connection.network]
+
+
+_Wait = Literal["headers", "request", "rest", "reader"]
+
+
 class _HttpConnection(H11Protocol):
     """Ends when the headers of a request are late, or when its client does not read.
 
     header_timeout_s: limit from the connection, or from the first byte of a later request, to the end of the headers.
-    write_timeout_s: limit for the client to make room in a full buffer, and to read the rest after the end. The parser
-    is h11: uvicorn's faster parser loses the body of a request for an upgrade.
+    write_timeout_s: limit for the client to make room in a full buffer, and to read the rest after the end. all: of the
+    server. The parser is h11: uvicorn's faster parser loses the body of a request for an upgrade.
     """
 
     header_timeout_s: float
     write_timeout_s: float
+    all: _Connections
 
-    _waits_for: Literal["headers", "reader"] | None = None
+    network = ""
+    _waits_for: _Wait | None = None
     _deadline: asyncio.TimerHandle | None = None
+    _is_answered = False  # the rest of the last request's body is dropped
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.conn = _Parser(h11.SERVER, _SLICE_BYTES)
+        self.app_state = {**self.app_state, _ANSWERED: self._answered}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._wait("headers")
+        self.network = network_of(self.client and self.client[0])
+        if self.all.makes_room(len(self.connections)):
+            self._wait("headers")
+        else:
+            self._refuse(OVERRUN)
 
     def data_received(self, data: bytes) -> None:
         for start in range(0, len(data), _SLICE_BYTES):
             if not self.transport.is_closing():
                 super().data_received(data[start : start + _SLICE_BYTES])
         if self._waits_for != "reader":
-            self._wait("headers" if self.conn.their_state is h11.IDLE else None)
+            self._wait("headers" if self.conn.their_state is h11.IDLE else self._next_wait())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._wait(None)
@@ -192,10 +249,12 @@ class _HttpConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._wait("reader" if self.transport.is_closing() else None)
+        self._wait("reader" if self.transport.is_closing() else self._next_wait())
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._waits_for is None:
+            self._wait(self._next_wait())
         self._expect_end()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -210,14 +269,30 @@ class _HttpConnection(H11Protocol):
         if self.transport.is_closing():
             self._wait("reader")
 
-    def _wait(self, what: Literal["headers", "reader"] | None) -> None:
-        """Wait for the client with a deadline, which the same wait keeps. None: uvicorn's own, for idle connections."""
+    def _answered(self) -> None:
+        self._is_answered = True
+        if self._waits_for is None:
+            self._wait("rest")
+
+    def _next_wait(self) -> _Wait | None:
+        """Return what the connection waits for when all that was sent is read."""
+        if self._is_answered:
+            return "rest"
+        return "request" if self.conn.their_state is h11.IDLE else None
+
+    def _wait(self, what: _Wait | None) -> None:
+        """Wait for the client; the same wait goes on. Those for a next request and for the rest of a body have their
+        deadlines elsewhere. None: a request is under way, or the connection has ended."""
         if what == self._waits_for:
             return
         if self._deadline is not None:
             self._deadline.cancel()
         self._waits_for, self._deadline = what, None
-        if what is not None:
+        if what is None:
+            self.all.remove(self)
+        else:
+            self.all.add(self, is_unread=what == "reader")
+        if what in {"headers", "reader"}:
             limit_s = self.header_timeout_s if what == "headers" else self.write_timeout_s
             self._deadline = self.loop.call_later(limit_s, self._give_up)
 
@@ -254,9 +329,11 @@ def http_server(
     timeouts are those of `_HttpConnection`."""
     errors = Counter(_ERRORS, "Requests that were answered with an error.", tag_keys=("error_code", "method"))
     limits = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    connections = _Connections(_MOST_IDLE, sys.maxsize if most_files == resource.RLIM_INFINITY else most_files // 2)
     config = uvicorn.Config(
         Named(app, errors, write_timeout_s),
-        http=type("Connection", (_HttpConnection,), limits),
+        http=type("Connection", (_HttpConnection,), {**limits, "all": connections}),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -264,6 +341,7 @@ def http_server(
         log_level=logging.ERROR,
         access_log=False,
         server_header=False,
+        backlog=_ACCEPTED_AT_ONCE,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=1,
     )
@@ -274,6 +352,7 @@ def http_server(
     thread.start()
     while not server.started and thread.is_alive():
         time.sleep(0.02)
+    listener.listen(_MOST_NOT_ACCEPTED)  # the server has set the number that it accepts at once
     try:
         yield thread
     finally:

@@ -109,13 +109,15 @@ class Ingress:
             if not is_streamed:
                 work = fetch(model.respond.remote(kind, body, name, owner, client), deadline)
                 whole = await while_connected(request, work)
-                return error_response(whole) if isinstance(whole, ApiError) else WholeAnswer(whole, self.unread)
+                if isinstance(whole, ApiError):
+                    return error_response(whole)
+                return WholeAnswer(whole, self.unread, client)
             call = ModelCall(model.options(stream=True).stream.remote(kind, body, name, owner, client), deadline)
             held.callback(call.cancel)
             first = await while_connected(request, call.next())
             if isinstance(first, ApiError):
                 return error_response(first)
-            return EventStream(call, first, held.pop_all(), self.unread)
+            return EventStream(call, first, held.pop_all(), self.unread, client)
 
     async def tokenize(self, request: Request, kind: type[TokenizeRequest | DetokenizeRequest]) -> Response:
         """Raises RequestError and Refused."""

@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 import json
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
+from typing import ClassVar
 
 import pytest
 from ray.util.metrics import Counter
@@ -16,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
+from rayspec.serve import front
 from rayspec.serve.front import _in_pieces
 from tests.serve.endpoint_process import served
 from tests.waiting import wait_until
@@ -64,10 +68,10 @@ def address() -> Iterator[tuple[str, int]]:
         yield address
 
 
-def started(*, write_timeout_s: float) -> AbstractContextManager[tuple[str, int]]:
+def started(*, write_timeout_s: float, header_timeout_s: float = TIMEOUT_S) -> AbstractContextManager[tuple[str, int]]:
     routes = [Route("/echo", echo, methods=["GET", "POST"]), Route("/long", long)]
     app = Starlette(routes=[*routes, Route("/refuse", refuse, methods=["POST"])])
-    return served(app, header_timeout_s=TIMEOUT_S, write_timeout_s=write_timeout_s)
+    return served(app, header_timeout_s=header_timeout_s, write_timeout_s=write_timeout_s)
 
 
 def answer(connection: socket.socket) -> tuple[bytes, bytes, bytes]:
@@ -244,6 +248,109 @@ class TestRestOfABodyThatNobodyNeeds:
                 except ConnectionError:
                     is_open = False
             assert not is_open
+
+    def test_is_not_waited_for_when_the_client_sends_no_more(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(front, "_LONGEST_PAUSE_S", TIMEOUT_S)
+        with started(write_timeout_s=60) as address, socket.create_connection(address, timeout=20) as connection:
+            connection.sendall(b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000000\r\n\r\n")
+            assert answer(connection)[0] == b"HTTP/1.1 404 Not Found"
+            for _ in range(4):
+                connection.sendall(b"x")
+                time.sleep(TIMEOUT_S / 2)
+            assert not is_closed(connection), "it goes on to send"
+            assert connection.recv(1) == b""
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the server has closed it; reads what came before."""
+    connection.setblocking(False)
+    with suppress(ConnectionError):
+        try:
+            while connection.recv(2**20):
+                pass
+        except BlockingIOError:
+            return False
+        finally:
+            connection.settimeout(60)
+    return True
+
+
+class TestManyConnections:
+    """At a limit of eight."""
+
+    GET = b"GET /echo HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    KINDS: ClassVar = {
+        "new": (b"", b""),
+        "headers": (POST, b""),
+        "next request": (GET, b"HTTP/1.1 200"),
+        "rest of a body": (b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n", b"HTTP/1.1 404"),
+    }
+
+    @pytest.fixture
+    def address(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+        monkeypatch.setattr(front, "_MOST_IDLE", 8)
+        with started(write_timeout_s=60, header_timeout_s=60) as address:
+            yield address
+
+    @staticmethod
+    def connected(
+        address: tuple[str, int], sent: bytes, expected: bytes = b"", source: str = "127.0.0.1"
+    ) -> socket.socket:
+        connection = socket.create_connection(address, timeout=60, source_address=(source, 0))
+        connection.sendall(sent)
+        if expected:
+            assert connection.recv(2**16).startswith(expected)
+        return connection
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_new_one_ends_the_one_that_waits_for_longest(self, address: tuple[str, int], kind: str) -> None:
+        with ExitStack() as stack:
+            waiting = [stack.enter_context(self.connected(address, *self.KINDS[kind])) for _ in range(8)]
+            for one in waiting[:3]:
+                stack.enter_context(self.connected(address, *self.KINDS[kind]))
+                wait_until(partial(is_closed, one), 10)
+            assert exchange(address, self.GET)[0] == b"HTTP/1.1 200 OK"
+            assert not any(map(is_closed, waiting[4:]))
+
+    def test_of_the_address_of_which_most_wait(self, address: tuple[str, int]) -> None:
+        with ExitStack() as stack:
+            few = [stack.enter_context(self.connected(address, b"", source="127.0.0.2")) for _ in range(2)]
+            rest = self.KINDS["rest of a body"][0]
+            many = [stack.enter_context(self.connected(address, rest)) for _ in range(50)]
+            assert exchange(address, self.GET)[0] == b"HTTP/1.1 200 OK"
+            assert not any(map(is_closed, few))
+            assert sum(map(is_closed, many)) >= 44
+
+    def test_requests_under_way_go_on_and_do_not_count(self, address: tuple[str, int]) -> None:
+        begun = POST + b"content-length: 4\r\nexpect: 100-continue\r\n\r\n", b"HTTP/1.1 100"
+        with ExitStack() as stack:
+            under_way = [stack.enter_context(self.connected(address, *begun)) for _ in range(20)]
+            for _ in range(50):
+                stack.enter_context(self.connected(address, b""))
+            for connection in under_way:
+                connection.sendall(b"body")
+                assert answer(connection)[0] == b"HTTP/1.1 200 OK"
+
+    @pytest.mark.parametrize("is_unread", [True, False])
+    def test_fewer_than_the_files_that_the_process_may_open(
+        self, monkeypatch: pytest.MonkeyPatch, is_unread: bool
+    ) -> None:
+        """Those of which an answer is not read end, too; requests under way do not, and a new one is refused."""
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+        request = b"GET /long HTTP/1.1\r\nhost: localhost\r\n\r\n" if is_unread else POST + b"content-length: 4\r\n\r\n"
+        with started(write_timeout_s=60, header_timeout_s=60) as address, ExitStack() as stack:
+            connections = []
+            for _ in range(8):
+                connections.append(stack.enter_context(self.connected(address, request)))
+                time.sleep(TIMEOUT_S / 8)
+            time.sleep(TIMEOUT_S)
+            new = stack.enter_context(self.connected(address, self.GET if is_unread else b""))
+            status, _, body = answer(new)
+            if is_unread:
+                assert status == b"HTTP/1.1 200 OK"
+                wait_until(partial(is_closed, connections[0]), 10)
+            else:
+                assert (status.split()[1], code_of(body)) == (b"429", "rate_limit_exceeded")
 
 
 @pytest.mark.parametrize("target", [b"http://App.example:80/echo?a=b", b"HTTPS://App.example:80/echo"])

@@ -87,7 +87,7 @@ def test_an_event_that_comes_after_the_end_of_its_answer_does_not_count() -> Non
 
     async def run() -> None:
         unread.add(ended, 9)
-        under_way = asyncio.create_task(unread.send(other, asyncio.sleep(60)))
+        under_way = asyncio.create_task(unread.send(other, asyncio.sleep(60), ""))
         await asyncio.sleep(0)
         unread.add(other, 5)
         await asyncio.sleep(0)
@@ -96,3 +96,22 @@ def test_an_event_that_comes_after_the_end_of_its_answer_does_not_count() -> Non
 
     asyncio.run(run())
     assert unread._num_bytes.total() == 0
+
+
+def test_of_the_client_that_has_most_unread_the_largest_is_broken_off() -> None:
+    """Many small answers of one client must not end the larger one of another."""
+    unread, other = Unread(most=100), Response()
+    many = [Response() for _ in range(4)]
+
+    async def run() -> None:
+        sizes = {other: 40} | dict(zip(many, (15, 25, 15, 15), strict=True))
+        tasks = {
+            one: asyncio.create_task(unread.send(one, asyncio.sleep(60), "b" if one is other else "a", num_bytes))
+            for one, num_bytes in sizes.items()
+        }
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        assert [one for one, task in tasks.items() if task.done()] == [many[1]]
+        for task in tasks.values():
+            task.cancel()
+
+    asyncio.run(run())
