@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
@@ -87,6 +87,18 @@ class _FairThreads:
         work()
 
 
+@dataclass(slots=True)
+class _WaitingForm:
+    """A form until it is compiled. wishes: whether somebody still wants it. clients: whose turn compiles it, too.
+    is_slow: it has taken too long once, and comes behind all others."""
+
+    future: Future[CompiledForm]
+    wishes: list[Callable[[], bool]] = field(default_factory=list)
+    clients: list[str] = field(default_factory=list)
+    is_slow: bool = False
+    has_begun: bool = False
+
+
 class Grammars:
     """Compiles forms for the tokens of one model, on threads of its own, and keeps the latest. Any thread may use it.
 
@@ -106,7 +118,7 @@ class Grammars:
         self._load, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._kept: OrderedDict[StructuredOutputsParams, Future[CompiledForm]] = OrderedDict()  # the latest used last
         self._in_use: WeakValueDictionary[StructuredOutputsParams, Future[CompiledForm]] = WeakValueDictionary()
-        self._wishes: dict[StructuredOutputsParams, list[Callable[[], bool]]] = {}  # of forms that wait
+        self._waiting: dict[StructuredOutputsParams, _WaitingForm] = {}
         self._checker = FormChecker()
         self._tokenizer: LLTokenizer | None = None
         self._marks: dict[str, int] = {}  # the tokens around reasoning, once there is a tokenizer
@@ -125,11 +137,14 @@ class Grammars:
         with self._lock:
             future = self._in_use.get(form)
             if future is None:
-                self._wishes[form] = []
                 future = self._in_use[form] = Future()
-                self._threads.submit(client, partial(self._settle, form, client, future))
-            if form in self._wishes:
-                self._wishes[form].append(is_wanted)
+                self._waiting[form] = _WaitingForm(future)
+            waiting = self._waiting.get(form)
+            if waiting is not None:
+                waiting.wishes.append(is_wanted)
+                if client not in waiting.clients:
+                    waiting.clients.append(client)
+                    self._submit(form, waiting, client)
             if not (future.done() and future.exception()):  # a failure that was forgotten must not come back
                 self._kept[form] = future
                 self._kept.move_to_end(form)
@@ -146,13 +161,24 @@ class Grammars:
         with self._lock:
             self._kept.pop(form, None)
 
-    def _settle(
-        self, form: StructuredOutputsParams, client: str, future: Future[CompiledForm], most_s: float = QUICK_S
-    ) -> None:
+    def _submit(self, form: StructuredOutputsParams, waiting: _WaitingForm, client: str) -> None:
+        threads = self._patient if waiting.is_slow else self._threads
+        threads.submit(client, partial(self._settle, form, waiting, is_slow=waiting.is_slow))
+
+    def _settle(self, form: StructuredOutputsParams, waiting: _WaitingForm, *, is_slow: bool) -> None:
+        """Compile the form, in the turn of the first of its clients that has one."""
+        with self._lock:
+            if waiting.has_begun or waiting.is_slow != is_slow:
+                return
+            waiting.has_begun = True
+        future = waiting.future
         try:
-            future.set_result(self._compile(form, most_s))
+            future.set_result(self._compile(form, waiting))
         except TimeoutError:
-            self._patient.submit(client, partial(self._settle, form, client, future, MOST_S))
+            with self._lock:
+                waiting.has_begun, waiting.is_slow = False, True
+                for client in waiting.clients:
+                    self._submit(form, waiting, client)
             return
         except BaseException as error:  # noqa: BLE001 - whoever has the future gets it
             if isinstance(error.__cause__, OSError):  # of a process: the next request may succeed
@@ -161,17 +187,17 @@ class Grammars:
             error.__cause__ = error.__context__ = None  # the frames of tracebacks hold what has been compiled
             future.set_exception(error.with_traceback(None))
         with self._lock:
-            if self._in_use.get(form) is future:  # else the wishes are for another future
-                self._wishes.pop(form, None)
+            if self._waiting.get(form) is waiting:
+                del self._waiting[form]
 
     def _drop(self, form: StructuredOutputsParams) -> None:
         """Let the next request compile the form again."""
-        del self._in_use[form], self._wishes[form]
+        del self._in_use[form], self._waiting[form]
         self._kept.pop(form, None)
 
-    def _compile(self, form: StructuredOutputsParams, most_s: float) -> CompiledForm:
+    def _compile(self, form: StructuredOutputsParams, waiting: _WaitingForm) -> CompiledForm:
         with self._lock:
-            if not any(is_wanted() for is_wanted in self._wishes[form]):
+            if not any(is_wanted() for is_wanted in waiting.wishes):
                 self._drop(form)
                 raise CancelledError
         name = next(name for name in FORMS if getattr(form, name) is not None)
@@ -179,7 +205,7 @@ class Grammars:
             with naming_the_extra():
                 from llguidance import LLMatcher  # noqa: PLC0415
 
-            tokenizer = self._own_tokenizer()
+            tokenizer, most_s = self._own_tokenizer(), MOST_S if waiting.is_slow else QUICK_S
             grammar, num_bytes = self._checker.grammar({**dataclasses.asdict(form), "marks": self._marks}, most_s)
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits(grammar))
         except TimeoutError:

@@ -32,7 +32,7 @@ _MOST_REPEATED_TOKENS = 2**22  # where each completion shows its prompt
 _MOST_LOGPROBS = 500_000  # each takes about 500 bytes; the 20 most likely tokens at 23,000 places
 LOGPROBS_AT_ONCE = _MOST_LOGPROBS // 2  # of an engine: of one large request, or of several of half its size
 _FEW_LOGPROBS = 5_000
-_CHARACTERS_OF_BAD_WORD = 100  # which take as long to be tokenized
+_BYTES_OF_BAD_WORD = 100  # which take as long to be tokenized
 
 
 async def respond(
@@ -158,13 +158,13 @@ async def _prompts(
 ) -> list[Prompt]:
     """Check and tokenize a request. needed: see `sampling_params`. dropped: fields of messages."""
     rendering = request.rendering if tool_use is None else tool_use.rendering(request.rendering)
-    num_characters, prompts, info = request.num_characters, list[Prompt](), engine.client.info
+    num_bytes, prompts, info = request.num_bytes, list[Prompt](), engine.client.info
     params: dict[int, SamplingParams] = {}
     if request.bad_words:  # the engine's thread, which all requests share, finds them then
         work: Callable[[], Any] = partial(bad_word_tokens, tuple(request.bad_words), engine.client.tokenizer)
-        await in_thread_if_large(work, _CHARACTERS_OF_BAD_WORD * len(request.bad_words), engine.client_name)
+        await in_thread_if_large(work, _BYTES_OF_BAD_WORD * len(request.bad_words), engine.client_name)
     # One after the other, so that prompts of other requests come in between.
-    for prompt in await in_thread_if_large(lambda: request.prompts, num_characters, engine.client_name):
+    for prompt in await in_thread_if_large(lambda: request.prompts, num_bytes, engine.client_name):
         await asyncio.sleep(0)  # small ones are tokenized here
         is_cut = request.truncate_prompt_tokens is not None
         given: Any = prompt if tool_use is None else tool_use.messages(prompt)
@@ -172,7 +172,7 @@ async def _prompts(
             given = [{name: message[name] for name in message if name not in dropped} for message in given]
         num_added = 0 if tool_use is None else len(given) - len(prompt)
         work = partial(_tokens, given, engine, rendering, is_cut=is_cut, num_added=num_added)
-        token_ids = await in_thread_if_large(work, num_characters, engine.client_name)
+        token_ids = await in_thread_if_large(work, num_bytes, engine.client_name)
         token_ids = request.cut(token_ids, engine.max_model_len)
         room = max(1, (info.config.kv_cache_tokens or engine.max_model_len) - len(token_ids))
         usual = min(info.defaults.max_new_tokens or room, room)

@@ -85,6 +85,11 @@ def bytes_in_memory(content: bytes) -> int:
 _HALF_PAIR = re.compile(rb"\\u[dD][89aAbB]")  # an emoji in ASCII
 
 
+def utf8_length(text: str) -> int:
+    """Return the length in UTF-8. A text has at most as many tokens, with an emoji four for a character."""
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
 def size_of(content: bytes) -> int:
     """Return how many bytes JSON has or, if these are more, about how many its parsed values have."""
     return max(len(content), parsed_bytes(content))

@@ -14,7 +14,7 @@ from typing_extensions import Self, TypeIs
 
 from rayspec.config import SamplingParams
 from rayspec.openai.forms import MOST_TOOLS, Tool, asked_form, check_tools, read_choice, schema_beside_tools
-from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid
+from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid, utf8_length
 from rayspec.prompts import InvalidMessageError, Rendering, read_message, truncated
 from rayspec.structured import FORMS, StructuredOutputsParams
 from rayspec.types import ConfigError, GrammarError, PromptTooLongError, RequestError, Role
@@ -25,7 +25,7 @@ MAX_N = 128
 _MAX_PROMPTS = 1024
 _MAX_SEQUENCES = 1024
 _MAX_MESSAGES = 2048
-_MESSAGE_CHARACTERS = 200  # names, and what a template adds
+_BYTES_OF_MESSAGE = 200  # names, and what a template adds
 _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
 _MAX_ALLOWED_TOKENS = 2**19  # of all sequences: the engine's thread reads them for each, more than any vocabulary
@@ -82,14 +82,20 @@ class ChatMessage(StrictBody):
         return {"role": given.pop("role"), "content": self.content} | given
 
     @property
-    def num_characters(self) -> int:
-        """About how many characters a chat template makes of it; an empty message has some, too."""
-        rest = len(repr((self.tool_calls, self.model_extra))) if self.tool_calls or self.model_extra else 0
-        return len(self.content or "") + rest + _MESSAGE_CHARACTERS
+    def num_bytes(self) -> int:
+        """About how many bytes a chat template makes of it; an empty message has some, too."""
+        rest = utf8_length(repr((self.tool_calls, self.model_extra))) if self.tool_calls or self.model_extra else 0
+        return utf8_length(self.content or "") + rest + _BYTES_OF_MESSAGE
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)]
 Conversation = Annotated[list[ChatMessage], Field(min_length=1, max_length=_MAX_MESSAGES, fail_fast=True)]
+
+
+def bytes_of_template(messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, variables: Any) -> int:
+    """Return about how many bytes a chat template makes of a conversation. It may repeat variables for each message."""
+    others = sum(utf8_length(repr(tool)) for tool in tools or ()) + utf8_length(repr(variables)) * len(messages)
+    return sum(message.num_bytes for message in messages) + others
 
 
 def rendering_of(
@@ -354,10 +360,9 @@ class ChatRequest(GenerationRequest):
         return super().refusal(error)
 
     @property
-    def num_characters(self) -> int:
-        """Number of characters that must be tokenized, here and in CompletionRequest."""
-        others = (*(self.tools or ()), self.chat_template_kwargs)
-        return sum(message.num_characters for message in self.messages) + sum(len(repr(one)) for one in others)
+    def num_bytes(self) -> int:
+        """Number of bytes that must be tokenized, here and in CompletionRequest."""
+        return bytes_of_template(self.messages, self.tools, self.chat_template_kwargs)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -417,8 +422,8 @@ class CompletionRequest(GenerationRequest):
         return len(self.prompts)
 
     @property
-    def num_characters(self) -> int:
-        return sum(len(one) for one in self.prompts if isinstance(one, str))
+    def num_bytes(self) -> int:
+        return sum(utf8_length(one) for one in self.prompts if isinstance(one, str))
 
     @property
     def num_logprobs(self) -> int | None:

@@ -17,8 +17,16 @@ import msgspec
 from pydantic import model_validator
 from typing_extensions import Self
 
-from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid
-from rayspec.openai.requests import ChatRequest, Conversation, TokenIds, Tools, check_served, rendering_of
+from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid, utf8_length
+from rayspec.openai.requests import (
+    ChatRequest,
+    Conversation,
+    TokenIds,
+    Tools,
+    bytes_of_template,
+    check_served,
+    rendering_of,
+)
 from rayspec.prompts import InvalidMessageError, Rendering, conversation_text, text_tokens
 from rayspec.types import ConfigError, InvalidMessagesError, InvalidTokenError, PromptTooLongError
 
@@ -30,11 +38,14 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 T = TypeVar("T")
 
-_LONG = 20_000  # characters, bytes or tokens; more would block the event loop for too long
+_LONG = 20_000  # bytes or tokens; more would block the event loop for too long
 _LONGEST_PAUSE_S = 0.02  # after work that holds the interpreter's lock: else an event loop waits at each system call
-_MOST_CUT = 2**19  # characters, of which all are tokenized; two such texts at once take 300 MB
-_CHARACTERS_PER_TOKEN = 8  # texts have fewer, except for those with long runs of spaces
-_MOST_IN_TEMPLATE = 2**22  # characters of variables, times messages: a chat template may repeat them for each message
+_MOST_CUT = 2**19  # bytes, of which all are tokenized; two such texts at once take 300 MB
+_CUT_PER_TOKEN = 8  # bytes, if these are more; texts have fewer, except for those with long runs of spaces
+_READ_PER_TOKEN = 4  # bytes; longer texts are tokenized in parts first
+_SHORTEST_PART = 4096  # characters
+_MOST_ADDED = 8  # tokens by a cut through a word
+_MOST_IN_TEMPLATE = 2**22  # bytes of variables, times messages: a chat template may repeat them for each message
 
 
 class LargeWork:
@@ -50,7 +61,7 @@ class LargeWork:
         self._newest = ""  # the last that had its turn
 
     async def run(self, work: Callable[[], T], size: int, client: str = "") -> T:
-        """Return the result. size: characters, bytes or tokens. Cancelling drops work that has not begun, and what it
+        """Return the result. size: bytes or tokens. Cancelling drops work that has not begun, and what it
         holds."""
         if size <= _LONG:
             return work()
@@ -95,13 +106,11 @@ def prompt_tokens(
     the client did not send. Raises RequestError, which names the field of a message, and PromptTooLongError before all
     of a text that is much too long is tokenized."""
     try:
-        num_characters = len(prompt) if isinstance(prompt, str) else _num_characters(prompt, rendering)
-        most = _CHARACTERS_PER_TOKEN * engine.max_model_len
+        size = utf8_length(prompt) if isinstance(prompt, str) else _num_bytes(prompt, rendering)
         if is_cut:
-            if num_characters > max(most, _MOST_CUT):
-                message = f"the prompt has {num_characters} characters; at most {max(most, _MOST_CUT)}, also to be cut"
-                raise PromptTooLongError(message)
-        elif num_characters > most:
+            if size > (most := max(_CUT_PER_TOKEN * engine.max_model_len, _MOST_CUT)):
+                raise PromptTooLongError(f"the prompt has {size} bytes; at most {most}, also to be cut")
+        elif size > _READ_PER_TOKEN * engine.max_model_len:
             if isinstance(prompt, str):
                 _check_length(prompt, engine)
             elif engine.tokenizer.chat_template:
@@ -117,26 +126,28 @@ def prompt_tokens(
         raise InvalidMessagesError("the model has no chat template; use /v1/completions") from error
 
 
-def _num_characters(messages: Messages, rendering: Rendering) -> int:
-    """Return about how many characters a chat template makes of the messages, at most. Raises InvalidRequestError."""
-    num_repeated = len(repr(rendering.variables)) * len(messages)
+def _num_bytes(messages: Messages, rendering: Rendering) -> int:
+    """Return about how many bytes a chat template makes of the messages, at most. Raises InvalidRequestError."""
+    num_repeated = utf8_length(repr(rendering.variables)) * len(messages)
     if num_repeated > (most := _MOST_IN_TEMPLATE):
-        problem = f"{num_repeated} characters for {len(messages)} messages; at most {most} here, shorten it"
+        problem = f"{num_repeated} bytes for {len(messages)} messages; at most {most} here, shorten it"
         raise InvalidRequestError.of("chat_template_kwargs", problem)
-    return len(repr((messages, rendering.tools))) + num_repeated
+    return utf8_length(repr((messages, rendering.tools))) + num_repeated
 
 
 def _check_length(text: str, engine: AsyncEngine) -> None:
-    """Raise PromptTooLongError if a beginning of the text is too long. Beginnings grow, so the rest costs nothing."""
-    most, length = engine.max_model_len, _CHARACTERS_PER_TOKEN * engine.max_model_len
-    while length < len(text):
-        num_tokens = len(text_tokens(text[:length], engine.tokenizer, add_special_tokens=False))
-        if num_tokens > most + most // 8:  # a cut through a word may add tokens
+    """Raise PromptTooLongError if the text is too long. Its parts are tokenized one after another until it is known:
+    a token takes 200 bytes while the tokenizer works, so all of a long text would take much memory."""
+    most, num_tokens = engine.max_model_len, 0
+    length = max(most, _SHORTEST_PART)
+    for start in range(0, len(text), length):
+        part = text_tokens(text[start : start + length], engine.tokenizer, add_special_tokens=False)
+        num_tokens += len(part) - _MOST_ADDED
+        if num_tokens > most + most // 8:
             raise PromptTooLongError(
-                f"This model's maximum context length is {most} tokens. However, the first {length} of your prompt's "
-                f"{len(text)} characters have {num_tokens} tokens. Please reduce the length of the prompt."
+                f"This model's maximum context length is {most} tokens. However, the first {start + length} of your "
+                f"prompt's {len(text)} characters have {num_tokens} tokens. Please reduce the length of the prompt."
             )
-        length *= 4
 
 
 def check_tokens(token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -183,6 +194,13 @@ class TokenizeRequest(StrictBody):
         plain = rendering_of(self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
         return replace(plain, tools=[tool.for_template for tool in self.tools or ()])
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes that must be tokenized."""
+        if self.messages is None:
+            return utf8_length(str(self.prompt))
+        return bytes_of_template(self.messages, self.tools, self.chat_template_kwargs)
+
     def answer(self, engine: AsyncEngine, served: Sequence[str]) -> TokenizeResponse:
         """served: names of the model that a body may use. Raises RequestError."""
         check_served(self.model or served[0], (*served, *engine.llm.config.lora_modules))
@@ -211,6 +229,11 @@ class DetokenizeRequest(StrictBody):
 
     model: str | None = None
     tokens: TokenIds
+
+    @property
+    def num_bytes(self) -> int:
+        """About as many as the tokens have."""
+        return 4 * len(self.tokens)
 
     def answer(self, engine: AsyncEngine, served: Sequence[str]) -> DetokenizeResponse:
         """served: names of the model that a body may use. Raises RequestError."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -25,7 +25,7 @@ from rayspec.model.weights import load_config, num_layers
 from rayspec.openai.answer import LOGPROBS_AT_ONCE, respond, stream
 from rayspec.openai.batch import BatchLine, BatchResult, answer
 from rayspec.openai.places import Places
-from rayspec.openai.protocol import INTERNAL, ApiError, size_of
+from rayspec.openai.protocol import INTERNAL, ApiError, StrictBody, size_of
 from rayspec.openai.requests import MAX_N, Request
 from rayspec.openai.responses import ModelCard, Response, json_body
 from rayspec.openai.tokenizing import DetokenizeRequest, TokenizeRequest, in_thread_if_large
@@ -41,6 +41,7 @@ _PASS_ON_S, _MOST_PASSED = 2.0, 64  # how often texts go to the other replicas, 
 _PASSED_S = 10.0  # a replica that has not taken them by then is not waited for
 
 _logger = logging.getLogger(__name__)
+Body = TypeVar("Body", bound=StrictBody)
 
 
 class ModelServer:
@@ -102,11 +103,12 @@ class ModelServer:
     async def tokenize(
         self, kind: type[TokenizeRequest | DetokenizeRequest], body: bytes, name: str, client: str = ""
     ) -> bytes | ApiError:
+        async def work() -> Any:
+            request = await _parsed(kind, body, client)
+            answer = partial(request.answer, self._engine, self._served)
+            return await in_thread_if_large(answer, request.num_bytes, client)
 
-        def work() -> Any:
-            return kind.read(body).answer(self._engine, self._served)
-
-        return await _encoded(in_thread_if_large(work, size_of(body), client), name)
+        return await _encoded(work(), name)
 
     async def card(self) -> ModelCard:
         return ModelCard(id=self._served[0], created=self._created, max_model_len=self._engine.max_model_len)
@@ -198,7 +200,7 @@ def _own_id() -> str:
     return str(ray.get_runtime_context().get_actor_id())
 
 
-async def _parsed(kind: type[Request], body: bytes, client: str) -> Request:
+async def _parsed(kind: type[Body], body: bytes, client: str) -> Body:
     return await in_thread_if_large(lambda: kind.read(body), size_of(body), client)
 
 

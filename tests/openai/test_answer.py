@@ -308,7 +308,7 @@ def test_what_waits_to_be_tokenized_is_dropped_when_its_client_goes() -> None:
     tokenized: list[str] = []
     begun, go = threading.Event(), threading.Event()
 
-    def tokenizer(prompt: str) -> dict[str, list[int]]:
+    def tokenizer(prompt: str, **_: Any) -> dict[str, list[int]]:
         tokenized.append(prompt[0])
         begun.set()
         assert go.wait(30)
@@ -330,7 +330,7 @@ def test_what_waits_to_be_tokenized_is_dropped_when_its_client_goes() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     run(work())
-    assert tokenized == ["x", "x"], "two at once, and no prompt after those"
+    assert set(tokenized) == {"x"}, "no prompt after the first"
 
 
 LONG = TEXT | {"prompt": ["Fee 5", "In May", "The report"], "n": 2, "max_tokens": 400, "ignore_eos": True, **SAMPLED}

@@ -126,14 +126,15 @@ def test_a_field_that_the_template_drops_is_named() -> None:
 
 def test_variables_of_the_template_count_as_often_as_it_may_write_them() -> None:
     messages = [CHAT[0], *[CHAT[1]] * 99]  # the demo's template ends each answer with `eos_token`
-    with pytest.raises(PromptTooLongError, match="the first 616 of your prompt's"):
+    with pytest.raises(PromptTooLongError, match="the first 4096 of your prompt's"):
         asked(messages=messages, chat_template_kwargs={"eos_token": "x" * 1000})
     for size, num_messages in ((45_000, 100), (10_000_000, 1)):
         with pytest.raises(InvalidRequestError, match="at most 4194304 here") as caught:
             asked(messages=messages[:num_messages], chat_template_kwargs={"eos_token": "x" * size})
         assert caught.value.param == "chat_template_kwargs"
-    with_variable = {"model": "m", "messages": CHAT, "chat_template_kwargs": {"eos_token": "x" * 30_000}}
-    assert ChatRequest.parse(with_variable).num_characters > 30_000
+    with_variable = {"messages": messages, "chat_template_kwargs": {"eos_token": "x" * 300}}
+    for request in (ChatRequest.parse({"model": "m", **with_variable}), TokenizeRequest.parse(with_variable)):
+        assert request.num_bytes > 30_000, "else all of it would be tokenized on the event loop"
 
 
 def test_small_work_overtakes_large_work_that_waits() -> None:
@@ -228,9 +229,16 @@ def test_the_memory_of_a_text_is_that_of_its_widest_character(letter: str, is_as
 
 
 def test_the_size_of_what_is_to_be_tokenized() -> None:
-    assert CompletionRequest.parse({"model": "m", "prompt": ["ab", "c"]}).num_characters == 3
-    assert CompletionRequest.parse({"model": "m", "prompt": [1, 2, 3]}).num_characters == 0
+    assert CompletionRequest.parse({"model": "m", "prompt": ["ab", "c"]}).num_bytes == 3
+    assert CompletionRequest.parse({"model": "m", "prompt": [1, 2, 3]}).num_bytes == 0
+    emoji = "\N{GRINNING FACE}" * 100
+    for request in (
+        CompletionRequest.parse({"model": "m", "prompt": emoji}),
+        TokenizeRequest.parse({"prompt": emoji}),
+        ChatRequest.parse({"model": "m", "messages": [{"role": "user", "content": emoji}]}),
+    ):
+        assert 400 <= request.num_bytes < 700, "it may have as many tokens"
     empty = [{"role": "user", "content": ""}] * 2000
-    assert ChatRequest.parse({"model": "m", "messages": empty}).num_characters > 100_000, "no message is free"
+    assert ChatRequest.parse({"model": "m", "messages": empty}).num_bytes > 100_000, "no message is free"
     assert size_of(json.dumps(empty[:600]).encode()) > 100_000, "they take longer to be read than their characters"
     assert size_of(b"a" * 1000) == 1000
