@@ -362,7 +362,7 @@ class ChatRequest(GenerationRequest):
     @property
     def num_bytes(self) -> int:
         """Number of bytes that must be tokenized, here and in CompletionRequest."""
-        return bytes_of_template(self.messages, self.tools, self.chat_template_kwargs)
+        return bytes_of_template(self.messages, self.tools, self.rendering.variables)
 
     @property
     def num_logprobs(self) -> int | None:

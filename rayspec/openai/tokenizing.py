@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 _LONG = 20_000  # bytes or tokens; more would block the event loop for too long
 _LONGEST_PAUSE_S = 0.02  # after work that holds the interpreter's lock: else an event loop waits at each system call
-_MOST_CUT = 2**19  # bytes, of which all are tokenized; two such texts at once take 300 MB
+_MOST_CUT = 2**18  # bytes, of which all are tokenized; two such texts at once take 120 MB
 _CUT_PER_TOKEN = 8  # bytes, if these are more; texts have fewer, except for those with long runs of spaces
 _READ_PER_TOKEN = 4  # bytes; longer texts are tokenized in parts first
 _SHORTEST_PART = 4096  # characters
@@ -141,12 +141,13 @@ def _check_length(text: str, engine: AsyncEngine) -> None:
     most, num_tokens = engine.max_model_len, 0
     length = max(most, _SHORTEST_PART)
     for start in range(0, len(text), length):
-        part = text_tokens(text[start : start + length], engine.tokenizer, add_special_tokens=False)
+        end = min(start + length, len(text))
+        part = text_tokens(text[start:end], engine.tokenizer, add_special_tokens=False)
         num_tokens += len(part) - _MOST_ADDED
         if num_tokens > most + most // 8:
             raise PromptTooLongError(
-                f"This model's maximum context length is {most} tokens. However, the first {start + length} of your "
-                f"prompt's {len(text)} characters have {num_tokens} tokens. Please reduce the length of the prompt."
+                f"This model's maximum context length is {most} tokens. However, the first {end} of your prompt's "
+                f"{len(text)} characters have about {num_tokens} tokens. Please reduce the length of the prompt."
             )
 
 

@@ -227,7 +227,7 @@ def test_what_is_wrong_with_a_request_is_told_before_anything_runs(
             [{"n": 50}, {"logprobs": 5}],
             "^logprobs: up to 806400 for all tokens; at most 500000 here, lower logprobs or n",
         ),
-        ({"prompt": "ab " * 2**18, "truncate_prompt_tokens": 5}, [], "at most 524288, also to be cut"),
+        ({"prompt": "ab " * 2**18, "truncate_prompt_tokens": 5}, [], "at most 262144, also to be cut"),
     ],
 )
 def test_what_takes_too_much_memory_is_refused(

@@ -133,8 +133,15 @@ def test_variables_of_the_template_count_as_often_as_it_may_write_them() -> None
             asked(messages=messages[:num_messages], chat_template_kwargs={"eos_token": "x" * size})
         assert caught.value.param == "chat_template_kwargs"
     with_variable = {"messages": messages, "chat_template_kwargs": {"eos_token": "x" * 300}}
-    for request in (ChatRequest.parse({"model": "m", **with_variable}), TokenizeRequest.parse(with_variable)):
+    with_effort = {"model": "m", "messages": messages, "reasoning_effort": "x" * 300}
+    chats = [ChatRequest.parse(body) for body in ({"model": "m", **with_variable}, with_effort)]
+    for request in (*chats, TokenizeRequest.parse(with_variable)):
         assert request.num_bytes > 30_000, "else all of it would be tokenized on the event loop"
+
+
+def test_a_text_that_is_too_long_is_no_longer_than_it_is() -> None:
+    with pytest.raises(PromptTooLongError, match="the first 1000 of your prompt's 1000 characters have about"):
+        asked(prompt="\N{GRINNING FACE}" * 1000)
 
 
 def test_small_work_overtakes_large_work_that_waits() -> None:
