@@ -30,7 +30,7 @@ _MAX_STOP_STRINGS, _MAX_STOP_CHARACTERS = 16, 1000
 _MAX_TOKENS_NAMED = 1024
 _MAX_ALLOWED_TOKENS = 2**19  # of all sequences: the engine's thread reads them for each, more than any vocabulary
 _MOST_ITEMS_OF_CHAT = _MAX_ALLOWED_TOKENS + 100_000  # a million items of messages take more than a second
-_MAX_BAD_CHARACTERS = 2**13  # the engine's thread tokenizes them, and compares the end of the text with them
+_MAX_BAD_BYTES = 2**13  # the engine's thread tokenizes them, and compares the end of the text with them
 
 _PLAINLY = Rendering()
 ONLY_TIER = ("auto", "default")  # OpenAI's other tiers guarantee a price or a speed
@@ -213,8 +213,8 @@ class GenerationRequest(StrictBody):
         if (num_allowed := len(self.allowed_token_ids or ())) * count > _MAX_ALLOWED_TOKENS:
             of_each = f"{num_allowed} tokens for each of {count} sequences"
             raise invalid("allowed_token_ids", f"{of_each}; at most {_MAX_ALLOWED_TOKENS} in all, split the request")
-        if (num_bad := sum(map(len, self.bad_words or ()))) > _MAX_BAD_CHARACTERS:
-            raise invalid("bad_words", f"{num_bad} characters; at most {_MAX_BAD_CHARACTERS} here, shorten them")
+        if (num_bad := sum(map(utf8_length, self.bad_words or ()))) > _MAX_BAD_BYTES:
+            raise invalid("bad_words", f"{num_bad} bytes; at most {_MAX_BAD_BYTES} here, shorten them")
         return self
 
     @property

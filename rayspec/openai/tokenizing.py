@@ -17,6 +17,7 @@ import msgspec
 from pydantic import model_validator
 from typing_extensions import Self
 
+from rayspec.openai.forms import check_tools
 from rayspec.openai.protocol import InvalidRequestError, Refusals, StrictBody, invalid, utf8_length
 from rayspec.openai.requests import (
     ChatRequest,
@@ -188,6 +189,7 @@ class TokenizeRequest(StrictBody):
                 if getattr(self, name) not in (None, False):
                     raise invalid(name, "only with messages")
         self.rendering  # noqa: B018 - raises
+        check_tools(self.tools or ())
         return self
 
     @property

@@ -144,6 +144,12 @@ def test_a_text_that_is_too_long_is_no_longer_than_it_is() -> None:
         asked(prompt="\N{GRINNING FACE}" * 1000)
 
 
+def test_tools_have_the_limits_of_chats() -> None:
+    function = {"name": "f", "description": "x" * 140_000, "parameters": {}}
+    with pytest.raises(InvalidRequestError, match="at most 131072 here"):
+        TokenizeRequest.parse({"messages": CHAT, "tools": [{"type": "function", "function": function}]})
+
+
 def test_small_work_overtakes_large_work_that_waits() -> None:
     begun: list[int] = []
 
