@@ -315,8 +315,7 @@ class TestManyConnections:
     def test_of_the_address_of_which_most_wait(self, address: tuple[str, int]) -> None:
         with ExitStack() as stack:
             few = [stack.enter_context(self.connected(address, b"", source="127.0.0.2")) for _ in range(2)]
-            rest = self.KINDS["rest of a body"][0]
-            many = [stack.enter_context(self.connected(address, rest)) for _ in range(50)]
+            many = [stack.enter_context(self.connected(address, POST)) for _ in range(50)]
             assert exchange(address, self.GET)[0] == b"HTTP/1.1 200 OK"
             assert not any(map(is_closed, few))
             assert sum(map(is_closed, many)) >= 44
