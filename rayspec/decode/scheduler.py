@@ -260,7 +260,8 @@ class Scheduler:
         members = self.members(cohort)
         step.decode = [sequence for sequence in members if sequence.prefilled and sequence.may_sample]
         clients = {sequence.client for sequence in members if not sequence.background}
-        share = 4 if len(clients) > 1 else 2 if any(clients) else 1
+        all_clients = {sequence.client for sequence in members}
+        share = 4 if len(all_clients) > 1 else 2 if any(all_clients) else 1
         most = most_of_background = -(-self._max_prefill_tokens // share)
         if step.decode:
             with_round, with_streams = (

@@ -350,7 +350,7 @@ def test_a_prompt_of_the_background_leaves_others_of_it_their_share_of_a_step() 
     world = _world(4000, 8, 256)
     for name, length in (("long", 1000), ("other", 100)):
         world.add(_sequence(length, length, 5, client=name, background=True))
-    assert [len(one.token_ids) for one in world.step().chunks] == [192, 64]
+    assert [len(one.token_ids) for one in world.step().chunks] == [48, 16], "and a request may come while a step runs"
 
 
 def test_the_only_place_of_a_client_is_not_taken() -> None:
